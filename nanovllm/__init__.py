@@ -1,0 +1,46 @@
+"""Nano-vLLM: a small LLM inference engine. `from nanovllm import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError, EngineDeadError, ModelError, NanoVLLMError, RequestError
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.async_engine import AsyncLLMEngine
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "LLMEngine",
+    "Logprob",
+    "ModelError",
+    "NanoVLLMError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_HEAVY = {  # these import torch; found on first use, so that `import nanovllm` and `nanovllm --help` are instant
+    "LLM": "nanovllm.llm",
+    "LLMEngine": "nanovllm.engine.llm_engine",
+    "AsyncLLMEngine": "nanovllm.engine.async_engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HEAVY:
+        from importlib import import_module
+
+        return getattr(import_module(_HEAVY[name]), name)
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -1,0 +1,116 @@
+"""EngineConfig: what the user asks of an engine, checked once and then frozen.
+
+Facts found later (how many blocks fit, which backend runs) live in other objects: nothing here is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanovllm.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+POLICIES = ("fcfs", "sjf", "priority")
+ATTN_BACKENDS = ("auto", "sdpa", "sdpa.math")
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+
+
+def _count(name: str, value: Any, low: int, high: int, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r}: must be an integer in [{low}, {high}]; {remedy}")
+
+
+def _fraction(name: str, value: Any, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
+        raise ConfigError(f"{name}={value!r}: must be a number in (0, 1]; {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of `LLM(...)`. docs/options.md explains each in plain words."""
+
+    model: str = "smollm2"
+    tokenizer: str | None = None  # another folder to take the tokenizer from
+    device: str = "auto"
+    dtype: str = "auto"  # the checkpoint's own on a GPU, float32 on the CPU
+    max_model_len: int | None = None  # None = what the model was trained for
+    max_num_seqs: int = 256  # sequences running at once
+    max_num_batched_tokens: int | None = None  # tokens computed in one step; None = a default for the device
+    gpu_memory_utilization: float = 0.9
+    kvcache_block_size: int | None = None  # tokens per block; None = a default for the device
+    num_kvcache_blocks: int | None = None  # None = as many as fit
+    cpu_kvcache_gb: float = 2.0  # KV cache on the CPU, unless num_kvcache_blocks says otherwise
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    max_wait_steps: int | None = 64  # sjf: a waiting request is passed over for at most so many steps; None = no aging
+    decode_steps: int = 1  # tokens decoded between two looks of the scheduler when nobody waits; same output for all
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    attn_backend: str = "auto"
+    seed: int = 0
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model={self.model!r}: give a folder, a .gguf file, an alias or a repository id")
+        _choice("device", self.device, DEVICES)
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("scheduling_policy", self.scheduling_policy, POLICIES)
+        _choice("attn_backend", self.attn_backend, ATTN_BACKENDS)
+        if self.max_model_len is not None:
+            _count("max_model_len", self.max_model_len, 2, 2**24, "prompt and output together")
+        _count("max_num_seqs", self.max_num_seqs, 1, 65536, "256 suits a large GPU, 16 a CPU")
+        if self.max_num_batched_tokens is not None:
+            _count("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20, "2048 is a good start")
+            if self.max_num_batched_tokens < self.max_num_seqs:
+                # Every running sequence must be able to decode one token in each step, or the last ones starve.
+                raise ConfigError(
+                    f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                    f"raise the former or lower the latter"
+                )
+        _fraction("gpu_memory_utilization", self.gpu_memory_utilization, "0.9 leaves a tenth for others")
+        if self.kvcache_block_size is not None:
+            _count("kvcache_block_size", self.kvcache_block_size, 16, 256, "16, 32, 64, 128 or 256")
+            if self.kvcache_block_size & (self.kvcache_block_size - 1):
+                near = 1 << (self.kvcache_block_size.bit_length() - 1)
+                raise ConfigError(f"kvcache_block_size={self.kvcache_block_size}: must be a power of two (try {near})")
+        if self.num_kvcache_blocks is not None:
+            _count("num_kvcache_blocks", self.num_kvcache_blocks, 1, 2**31 - 1, "leave it out to fill the memory")
+        if not isinstance(self.cpu_kvcache_gb, (int, float)) or not 0 < self.cpu_kvcache_gb < 2**20:
+            raise ConfigError(f"cpu_kvcache_gb={self.cpu_kvcache_gb!r}: must be a positive number of gigabytes")
+        if self.max_wait_steps is not None:
+            _count("max_wait_steps", self.max_wait_steps, 0, 2**31 - 1, "None turns aging off")
+        _count("decode_steps", self.decode_steps, 1, 64, "1 visits the scheduler for every token")
+        _count("tensor_parallel_size", self.tensor_parallel_size, 1, 1024, "the number of GPUs to split over")
+        _count("seed", self.seed, -(2**63), 2**64 - 1, "any 64-bit integer")
+        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """An unknown option is an error with the nearest known name, never silently dropped."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+                raise ConfigError(f"unknown option {name!r}: {hint}")
+        # torch.bfloat16 prints as "torch.bfloat16": accepted, so that vLLM scripts run unchanged
+        if "dtype" in options:
+            options["dtype"] = re.sub(r"^torch\.", "", str(options["dtype"]))
+        if options.get("model", "") is None:
+            del options["model"]
+        return cls(**options)

@@ -1,0 +1,156 @@
+"""ModelConfig: the facts of a model, read from config.json (or a GGUF's metadata put into the same shape).
+
+Every integer that sizes memory is checked here, because a config file is untrusted input. What a family does
+differently from Llama (biases, q/k norm) is said in its file under models/, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.errors import ModelError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def positive_int(config: Mapping[str, Any], name: str, default: int | None = None, high: int = 2**31 - 1) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"config.json has no {name!r}: is this a causal language model in Hugging Face layout?")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise ModelError(f"config.json: {name}={value!r} must be an integer in [1, {high}]")
+    return value
+
+
+def positive_float(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+        raise ModelError(f"config.json: {name}={value!r} must be a positive number")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, kind, and the parameters of that kind (names as in the checkpoint)."""
+
+    theta: float
+    kind: str
+    params: Mapping[str, Any]
+    rotary_dim: int
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RopeConfig:
+        # transformers 5 writes rope_parameters = {rope_theta, rope_type, ...}; earlier files have rope_theta beside
+        # an optional rope_scaling. Reading only one of them gives wrong text without an error.
+        nested = config.get("rope_parameters")
+        scaling = config.get("rope_scaling")
+        for name, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
+            if value is not None and not isinstance(value, Mapping):
+                raise ModelError(f"config.json: {name}={value!r} must be an object or null")
+        params: dict[str, Any] = {**(scaling or {}), **(nested or {})}
+        kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
+        params.pop("type", None)
+        if any(isinstance(value, Mapping) for value in params.values()):
+            raise ModelError("config.json: rope_parameters per layer type are not supported")
+        if kind not in ROPE_TYPES:
+            raise ModelError(f"RoPE type {kind!r} is not supported: this engine has {', '.join(ROPE_TYPES)}")
+        params["rope_theta"] = params.get("rope_theta") or config.get("rope_theta")
+        theta = positive_float(params, "rope_theta", 1e4)
+        partial = params.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+        rotary_dim = int(head_dim * positive_float({"f": partial}, "f"))
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            raise ModelError(f"config.json: rotary dimension {rotary_dim} must be even and at most head_dim={head_dim}")
+        if kind in ("linear", "dynamic", "llama3", "yarn"):
+            positive_float(params, "factor")
+        return cls(theta, kind, params, rotary_dim)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    dtype: str  # what the checkpoint was saved in
+    sliding_window: int | None  # None = every layer sees everything
+    windowed_layers: tuple[bool, ...]  # which layers the window applies to
+    eos_token_ids: tuple[int, ...]
+    hf: Mapping[str, Any]  # the whole file, for what only one family reads
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+        architectures = config.get("architectures")
+        if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+            raise ModelError(f"config.json: architectures={architectures!r} must name exactly one model class")
+        num_heads = positive_int(config, "num_attention_heads", high=4096)
+        hidden_size = positive_int(config, "hidden_size", high=2**20)
+        head_dim = positive_int(config, "head_dim", hidden_size // num_heads, high=1024)
+        num_kv_heads = positive_int(config, "num_key_value_heads", num_heads, high=4096)
+        if num_heads % num_kv_heads:
+            raise ModelError(f"config.json: {num_heads} attention heads do not divide over {num_kv_heads} KV heads")
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise ModelError(f"config.json: hidden_act={config['hidden_act']!r} is not supported (silu is)")
+        num_layers = positive_int(config, "num_hidden_layers", high=4096)
+        window, windowed = _sliding_window(config, num_layers)
+        return cls(
+            architecture=architectures[0],
+            vocab_size=positive_int(config, "vocab_size", high=2**24),
+            hidden_size=hidden_size,
+            intermediate_size=positive_int(config, "intermediate_size", high=2**22),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
+            max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
+            rope=RopeConfig.from_hf(config, head_dim),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+            sliding_window=window,
+            windowed_layers=windowed,
+            eos_token_ids=_eos_token_ids(config, generation_config or {}),
+            hf=config,
+        )
+
+
+def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """Mistral windows every layer; Qwen switches it with use_sliding_window and names the layers in layer_types."""
+    window = config.get("sliding_window")
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list):
+        if len(layer_types) != num_layers or set(layer_types) - {"full_attention", "sliding_attention"}:
+            raise ModelError(f"config.json: layer_types={layer_types!r} does not fit {num_layers} attention layers")
+        windowed = tuple(kind == "sliding_attention" for kind in layer_types)
+    elif config.get("model_type", "") in ("qwen2", "qwen3", "qwen3_moe"):
+        first = config.get("max_window_layers") or 0
+        windowed = tuple(bool(config.get("use_sliding_window")) and i >= first for i in range(num_layers))
+    else:
+        windowed = (window is not None,) * num_layers
+    if not any(windowed) or window is None:
+        return None, (False,) * num_layers
+    return positive_int(config, "sliding_window"), windowed
+
+
+def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """generation_config's list counts first: chat models end a turn with another token than a document."""
+    ids: list[int] = []
+    for source in (generation_config, config):
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, int) and not isinstance(token, bool) and token >= 0 and token not in ids:
+                ids.append(token)
+    return tuple(ids)

@@ -1,0 +1,136 @@
+"""SamplingParams: how one request turns logits into tokens, in vLLM's names.
+
+A value that cannot be honoured is refused here, before it can reach the engine: NaN in a sampler or n=10**9 in a
+scheduler would hurt every other request too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.errors import RequestError
+
+MAX_N = 1024  # completions of one prompt; each is a sequence of its own
+MAX_LOGPROBS = 1000  # alternatives returned per position
+MAX_STOP_STRINGS = 128
+GREEDY_EPS = 1e-5  # temperatures below this are greedy, as in vLLM: dividing logits by less overflows
+
+
+def _number(name: str, value: Any, low: float, high: float, remedy: str, low_open: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name}={value!r}: must be a finite number; {remedy}")
+    if value < low or value > high or (low_open and value == low):
+        left = "(" if low_open else "["
+        raise RequestError(f"{name}={value!r}: must be in {left}{low:g}, {high:g}]; {remedy}")
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name}={value!r}: must be an integer; {remedy}")
+    if value < low or value > high:
+        raise RequestError(f"{name}={value}: must be in [{low}, {high}]; {remedy}")
+    return value
+
+
+def _strings(name: str, value: Any, limit: int) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = (value,) if isinstance(value, str) else tuple(value)
+    if len(items) > limit:
+        raise RequestError(f"{name}: {len(items)} strings, at most {limit} are allowed")
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise RequestError(f"{name}={item!r}: every entry must be a non-empty string")
+    return items
+
+
+def _token_ids(name: str, value: Iterable[int] | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = tuple(value)
+    for token in ids:
+        _integer(f"{name} entry", token, 0, 2**31 - 1, "token ids are non-negative integers")
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request. Defaults are vLLM's: one completion of 16 tokens at temperature 1."""
+
+    n: int = 1
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 = all tokens
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # the same tokens whatever else is in the batch
+    stop: str | Iterable[str] | None = None
+    stop_token_ids: Iterable[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None = until max_model_len
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Iterable[int] | None = None
+    bad_words: Iterable[str] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:  # frozen for everyone else: values are normalised once, here
+            object.__setattr__(self, name, value)
+
+        _integer("n", self.n, 1, MAX_N, "ask for at least one completion")
+        put("temperature", _number("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 is the model's own"))
+        put("top_p", _number("top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", low_open=True))
+        put("min_p", _number("min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens"))
+        _integer("top_k", self.top_k, -1, 2**31 - 1, "0 or -1 keeps all tokens")
+        put("top_k", max(self.top_k, 0))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, _number(name, getattr(self, name), -2.0, 2.0, "0 is off"))
+        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is off", True))
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1, "leave it None for a fresh one")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "None means until max_model_len")
+        limit = self.max_tokens if self.max_tokens is not None else 2**31 - 1
+        _integer("min_tokens", self.min_tokens, 0, limit, "it cannot exceed max_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS, "None is off")
+        put("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
+        put("bad_words", _strings("bad_words", self.bad_words, 1024))
+        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
+        put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids=[]: nothing could be sampled; give at least one id or None")
+        put("logit_bias", self._checked_bias())
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if not self.detokenize and self.stop:
+            raise RequestError("stop strings need text: set detokenize=True or use stop_token_ids")
+
+    def _checked_bias(self) -> dict[int, float]:
+        if not self.logit_bias:
+            return {}
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias={self.logit_bias!r}: must map token ids to numbers")
+        bias = {}
+        for token, value in self.logit_bias.items():
+            token = int(token) if isinstance(token, str) and token.isdigit() else token  # JSON keys are strings
+            _integer("logit_bias key", token, 0, 2**31 - 1, "keys are token ids")
+            bias[token] = _number(f"logit_bias[{token}]", value, -100.0, 100.0, "as in OpenAI's API")
+        return bias
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPS

@@ -1,0 +1,196 @@
+"""BlockManager: who owns which block of the paged KV cache, and which blocks can be found again by content.
+
+The cache is num_blocks blocks of block_size slots; a sequence's block_table maps its i-th run of block_size tokens to a
+block. A block is in one of three states:
+
+    owned   ref_count > 0: in the block table of that many sequences
+    held    ref_count == 0, but a step still in flight may read it (see `release`)
+    free    ref_count == 0, in `_free`. It keeps its content and its hash until it is taken for something else, so a
+            free block can still be found: the prefix cache costs no memory of its own.
+
+Prefix caching. A block becomes findable (*published*) once it is full. Its key is a chained hash,
+h_i = H(h_{i-1}, tokens_i) with h_{-1} = H(salt), so equal keys mean equal *prefixes*, not just equal blocks; 128 bits
+and a comparison of the tokens keep a collision from splicing foreign KV into an answer.
+
+Eviction is least recently used: `_free` is ordered, `take` pops its front. A released sequence puts its blocks back
+tail first, so the tail of a prefix is evicted before its head: a head without its tail is still useful, a tail
+without its head can never be reached.
+
+Every operation is O(1) per block touched.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from hashlib import blake2b
+
+from nanovllm.scheduling.sequence import Sequence
+
+
+def _chain(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
+
+
+class BlockManager:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        assert num_blocks > 0
+        assert block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_queries = 0  # prompt tokens looked up in the prefix cache, and those found
+        self.num_hits = 0
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._ref_counts = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._tokens: list[tuple[int, ...]] = [()] * num_blocks
+        # Two sequences may each compute the same block; both copies stay findable, so evicting one loses nothing.
+        self._found: dict[bytes, dict[int, None]] = {}
+        self._held: deque[tuple[int, list[int]]] = deque()  # (step that must end first, blocks)
+        self._held_until: dict[int, int] = {}  # block -> the step it is held for now; an adopted block is not held
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held_until)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, seq: Sequence) -> list[int]:
+        """Blocks that continue seq's computed prefix, without taking them.
+
+        Stops short of the last known token: it is always computed, because its logits are what the step is for.
+        """
+        size = self.block_size
+        if not (self.enable_prefix_caching and seq.reads_prefix_cache) or seq.num_computed % size:
+            return []
+        matched: list[int] = []
+        for index in range(seq.num_computed // size, (len(seq.token_ids) - 1) // size):
+            tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
+            candidates = self._found.get(self._hash(seq, index))
+            block = next((b for b in candidates or () if self._tokens[b] == tokens), None)
+            if block is None:
+                break
+            matched.append(block)
+        return matched
+
+    def adopt(self, seq: Sequence, matched: list[int]) -> None:
+        """Share the matched blocks: seq counts as computed that far."""
+        assert len(seq.block_table) * self.block_size == seq.num_computed
+        for block in matched:
+            self._own(block)
+        seq.block_table += matched
+        seq.num_published = len(seq.block_table)
+        seq.num_computed = len(seq.block_table) * self.block_size
+
+    def num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
+        return self.num_blocks_for(seq.num_computed + num_new_tokens) - len(seq.block_table)
+
+    def num_free_without(self, matched: list[int]) -> int:
+        """Blocks that would be left to take if the matched ones were adopted."""
+        return len(self._free) - sum(block in self._free for block in matched)
+
+    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Give seq the blocks for num_new_tokens more than num_computed; False and unchanged if there are too few."""
+        missing = self.num_missing(seq, num_new_tokens)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            seq.block_table.append(self._take())
+        return True
+
+    def publish(self, seq: Sequence) -> list[int]:
+        """Make findable every full block below num_computed whose tokens are known; returns the newly published.
+
+        Called when a step is *planned*: within a step every layer writes all K and V before it attends, so another
+        sequence of the same step may already share the block. If the step fails, `unpublish` takes it back.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        size = self.block_size
+        full = min(seq.num_computed, len(seq.token_ids)) // size
+        for index in range(seq.num_published, full):
+            block, key = seq.block_table[index], self._hash(seq, index)
+            self._keys[block] = key
+            self._tokens[block] = tuple(seq.token_ids[index * size : (index + 1) * size])
+            self._found.setdefault(key, {})[block] = None
+        published = seq.block_table[seq.num_published : full]
+        seq.num_published = max(seq.num_published, full)
+        return published
+
+    def unpublish(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._forget(block)
+
+    def release(self, seq: Sequence, after: int | None = None) -> None:
+        """seq gives up all its blocks. `after`: the id of the last step in flight that may still read or write them;
+        until `retire(after)` they cannot be given to another sequence."""
+        freed = []
+        for block in reversed(seq.block_table):
+            self._ref_counts[block] -= 1
+            assert self._ref_counts[block] >= 0
+            if self._ref_counts[block] == 0:
+                freed.append(block)
+        if after is None:
+            self._put_back(freed)
+        elif freed:
+            self._held.append((after, freed))
+            self._held_until.update(dict.fromkeys(freed, after))
+        seq.block_table = []
+        seq.num_published = seq.num_announced = seq.num_computed = 0
+
+    def retire(self, step_id: int) -> None:
+        """Step step_id (and so every earlier one) has ended on the device."""
+        while self._held and self._held[0][0] <= step_id:
+            # A held block may have been adopted meanwhile (its new owner puts it back), even released and held again.
+            step, blocks = self._held.popleft()
+            due = [block for block in blocks if self._held_until.get(block) == step]
+            for block in due:
+                del self._held_until[block]
+            self._put_back(due)
+
+    def owners(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def _hash(self, seq: Sequence, index: int) -> bytes:
+        size = self.block_size
+        while len(seq.block_hashes) <= index:
+            i = len(seq.block_hashes)
+            parent = seq.block_hashes[-1] if i else blake2b(seq.cache_salt.encode(), digest_size=16).digest()
+            seq.block_hashes.append(_chain(parent, tuple(seq.token_ids[i * size : (i + 1) * size])))
+        return seq.block_hashes[index]
+
+    def _own(self, block: int) -> None:
+        self._free.pop(block, None)
+        self._held_until.pop(block, None)
+        self._ref_counts[block] += 1
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
+        assert self._ref_counts[block] == 0
+        self._ref_counts[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            self._found[key].pop(block)
+            if not self._found[key]:
+                del self._found[key]
+            self._keys[block] = None
+
+    def _put_back(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._free[block] = None
+            if self._keys[block] is None:
+                self._free.move_to_end(block, last=False)  # holds nothing worth keeping: first to be taken

@@ -1,0 +1,344 @@
+"""Scheduler: which tokens of which sequences are computed in the next step, and what became of them.
+
+    plan = scheduler.schedule()          # decide; state changes
+    result = runner.execute(plan)        # compute; no state of ours is touched
+    scheduler.commit(plan, result)       # record; state changes
+
+One step computes at most max_num_batched_tokens tokens of at most max_num_seqs sequences. Running sequences come
+first (a decode needs one token, an unfinished prompt takes a chunk of what is left), then waiting ones are admitted in
+the policy's order. When a running sequence needs a block and none is free, the last in rank gives up all of its
+blocks and waits again; its tokens are kept and computed anew later (recompute is cheaper than it sounds: its full
+blocks usually still sit in the prefix cache).
+
+Steps may overlap: schedule() may be called again before the last plan was committed. A sampled token that is not known
+yet is counted in `num_pending`; blocks given up meanwhile are held until the steps in flight have ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.errors import RequestError
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan, StepResult
+from nanovllm.scheduling.policy import Policy, WaitingQueue
+from nanovllm.scheduling.sequence import Sequence, Status
+
+# (sequence with its newest token appended) -> the stop string that its text now contains, if any
+TextStop = Callable[[Sequence], "str | None"]
+End = tuple[str, "int | str | None"]  # (finish_reason, stop_reason)
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    decode_steps: int = 1
+
+
+@dataclass
+class Progress:
+    """What one commit did to one sequence."""
+
+    seq: Sequence
+    token_ids: list[int]  # newly accepted
+    logprobs: list[Any] | None = None
+
+
+@dataclass
+class _Flight:
+    """A plan that was handed out and not committed yet."""
+
+    plan: StepPlan
+    published: list[int]  # blocks made findable on the promise that this step computes them
+
+
+class Scheduler:
+    def __init__(
+        self, limits: SchedulerLimits, blocks: BlockManager, policy: Policy, text_stop: TextStop | None = None
+    ) -> None:
+        self.limits = limits
+        self.blocks = blocks
+        self.policy = policy
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._text_stop = text_stop
+        self._sequences: dict[int, Sequence] = {}
+        self._flights: deque[_Flight] = deque()
+        self._departures: list[int] = []
+        self._ended: list[Sequence] = []
+        self._step = 0
+        self._num_added = 0
+
+    # ---- the caller's side -------------------------------------------------------------------------------------
+
+    def check_fits(self, num_prompt: int) -> None:
+        """A prompt that can never run is refused before it waits, so that nothing queues behind it for ever."""
+        limit = self.limits.max_model_len
+        if num_prompt >= limit:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens, max_model_len={limit} leaves room for {limit - 1} and one new "
+                f"token: shorten it or raise max_model_len"
+            )
+        capacity = self.blocks.num_blocks * self.blocks.block_size
+        if num_prompt >= capacity:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens but the whole KV cache holds {capacity} (prompt and output "
+                f"together): shorten it or give the cache more memory (num_kvcache_blocks)"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        self.check_fits(seq.num_prompt)
+        seq.arrival = self._num_added
+        seq.queued_step = self._step
+        self._num_added += 1
+        self._sequences[seq.seq_id] = seq
+        self.waiting.push(seq)
+
+    def abort(self, seq_id: int, reason: str = "abort") -> Sequence | None:
+        """End a sequence now; its blocks are free at once (or when the steps in flight have ended)."""
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            self._finish(seq, reason, None)
+        return seq
+
+    def take_ended(self) -> list[Sequence]:
+        """Sequences that schedule() had to end (they outgrew the cache); each is reported once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    # ---- schedule ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        self._step += 1
+        flight_blocks: list[int] = []
+        arrivals: list[Arrival] = []
+        chosen: list[tuple[Sequence, int]] = []  # (sequence, number of tokens to feed)
+        budget, preempted = self._continue_running(chosen, flight_blocks)
+        if not preempted:  # after a preemption blocks are short: whoever we admitted would be the next victim
+            self._admit_waiting(budget, chosen, flight_blocks, arrivals)
+        num_steps = self._extend_decodes(chosen)
+        entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in chosen)
+        plan = StepPlan(self._step, entries, tuple(arrivals), tuple(self._departures), num_steps)
+        self._departures = []
+        if entries:
+            self._flights.append(_Flight(plan, flight_blocks))
+        else:
+            self._departures = list(plan.departures)  # an empty plan is not executed: tell the runner next time
+        return plan
+
+    def _continue_running(self, chosen: list[tuple[Sequence, int]], published: list[int]) -> tuple[int, bool]:
+        """Decodes and unfinished prompts, in rank order; returns the budget left and whether anyone was preempted."""
+        budget = self.limits.max_num_batched_tokens
+        preempted = False
+        self.running.sort(key=self.policy.rank)
+        # All that a complete sequence may sample is in flight; the others are sure of one token each.
+        ready = [seq for seq in self.running if not self._is_complete(seq)]
+        num_decodes = sum(seq.num_remaining == 1 for seq in ready)
+        for seq in ready:
+            if seq.status is not Status.RUNNING:
+                break  # preempted for one before it, and so are all that follow: victims are taken from the end
+            if seq.num_remaining == 1:
+                num_decodes -= 1
+            else:
+                self._adopt_cached(seq)
+            num_new = min(seq.num_remaining, budget - num_decodes)
+            if num_new <= 0:
+                continue
+            preempted |= self._make_room(seq, num_new)
+            if seq.status is Status.RUNNING and self.blocks.reserve(seq, num_new):
+                self._choose(seq, num_new, chosen, published)
+                budget -= num_new
+        return budget, preempted
+
+    def _make_room(self, seq: Sequence, num_new: int) -> bool:
+        """Preempt from the end of the line until seq can have its blocks; True if anyone was."""
+        preempted = False
+        while (missing := self.blocks.num_missing(seq, num_new)) > self.blocks.num_free:
+            if missing <= self.blocks.num_free + self.blocks.num_held:
+                break  # enough will be free once the steps in flight have ended
+            victim = self.policy.victim(self.running)
+            if victim is seq and len(self.running) == 1:
+                self._outgrew_cache(seq)
+                break
+            self._preempt(victim)
+            preempted = True
+            if victim is seq:
+                break
+        return preempted
+
+    def _admit_waiting(
+        self, budget: int, chosen: list[tuple[Sequence, int]], published: list[int], arrivals: list[Arrival]
+    ) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            seq = self.waiting.peek(self._step)
+            if seq.num_pending:
+                break  # preempted while a step in flight samples for it; that token must be known first
+            num_blocks = self.blocks.num_blocks_for(len(seq.token_ids))
+            if num_blocks > self.blocks.num_blocks:
+                self._outgrew_cache(seq)
+                continue
+            matched = self.blocks.match(seq)
+            # Blocks for the whole prompt, not just this chunk, and one to grow for everyone who runs: admitting on
+            # less would preempt again at once.
+            needed = num_blocks - len(matched) + len(self.running)
+            if needed > self.blocks.num_free_without(matched):
+                break
+            self.waiting.remove(seq)
+            seq.status = Status.RUNNING
+            self.running.append(seq)
+            self._count_hits(seq, matched)
+            self.blocks.adopt(seq, matched)
+            num_new = min(seq.num_remaining, budget)
+            reserved = self.blocks.reserve(seq, num_new)
+            assert reserved
+            arrivals.append(self._arrival(seq))
+            self._choose(seq, num_new, chosen, published)
+            budget -= num_new
+
+    def _choose(self, seq: Sequence, num_new: int, chosen: list[tuple[Sequence, int]], published: list[int]) -> None:
+        chosen.append((seq, num_new))
+        seq.num_computed += num_new
+        published += self.blocks.publish(seq)
+
+    def _adopt_cached(self, seq: Sequence) -> None:
+        """A prompt computed in chunks may find that another sequence computed its next blocks meanwhile."""
+        if seq.num_computed == len(seq.block_table) * self.blocks.block_size and (matched := self.blocks.match(seq)):
+            self.blocks.adopt(seq, matched)
+
+    def _extend_decodes(self, chosen: list[tuple[Sequence, int]]) -> int:
+        """How many tokens to decode before the host looks again: more than one only if nobody is kept waiting."""
+        if self.limits.decode_steps == 1 or self.waiting or not chosen or len(chosen) < len(self.running):
+            return 1
+        if any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
+            return 1
+        room = min(self.limits.max_model_len - len(seq.token_ids) - seq.num_pending for seq, _ in chosen)
+        wanted = max(seq.stop.max_tokens - seq.num_output - seq.num_pending for seq, _ in chosen)
+        num_steps = max(1, min(self.limits.decode_steps, room, wanted))
+        extra = num_steps - 1
+        count = self.blocks.num_blocks_for
+        if sum(count(seq.num_computed + extra) - len(seq.block_table) for seq, _ in chosen) > self.blocks.num_free:
+            return 1
+        for seq, _ in chosen:
+            reserved = self.blocks.reserve(seq, extra)
+            assert reserved
+            seq.num_computed += extra
+        return num_steps
+
+    def _entry(self, seq: Sequence, num_new: int, num_steps: int) -> PlanEntry:
+        samples = seq.num_computed >= len(seq.token_ids) + seq.num_pending
+        start = seq.num_computed - num_new - (num_steps - 1)
+        if samples:
+            seq.num_pending += num_steps
+        first_block, seq.num_announced = seq.num_announced, len(seq.block_table)
+        return PlanEntry(seq.seq_id, start, num_new, first_block, tuple(seq.block_table[first_block:]), samples)
+
+    def _arrival(self, seq: Sequence) -> Arrival:
+        stop_ids = tuple(sorted(seq.stop.eos_token_ids | seq.stop.stop_token_ids))
+        return Arrival(
+            seq.seq_id, tuple(seq.token_ids), seq.num_prompt, seq.params, seq.seed, stop_ids, seq.bad_words_ids
+        )
+
+    # ---- commit ------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Plans are committed in the order they were made. Tokens after a stop are dropped: nobody ever sees them."""
+        flight = self._flights.popleft()
+        assert flight.plan is plan, "plans are committed in order"
+        self.blocks.retire(plan.step_id)
+        progress: list[Progress] = []
+        row = -1
+        for entry in plan.entries:
+            if not entry.samples:
+                continue
+            row += 1
+            seq = self._sequences.get(entry.seq_id)
+            if seq is None:
+                continue  # finished or aborted while this step ran
+            seq.num_pending -= plan.num_steps
+            accepted = self._append(seq, result.token_ids[row])
+            logprobs = result.logprobs[row][: len(accepted)] if result.logprobs else None
+            progress.append(Progress(seq, accepted, logprobs))
+            if seq.status is Status.RUNNING:
+                self.blocks.publish(seq)  # blocks filled by tokens that were unknown when the step was planned
+        return progress
+
+    def fail(self, plan: StepPlan, reason: str) -> list[Sequence]:
+        """The step raised. Its sequences end with an error, and nobody may find the blocks it should have filled.
+        Plans made after it may have shared those blocks, so they fail with it."""
+        failed: list[Sequence] = []
+        while self._flights and self._flights[-1].plan.step_id >= plan.step_id:
+            flight = self._flights.pop()
+            self.blocks.unpublish(flight.published)
+            for entry in flight.plan.entries:
+                if (seq := self._sequences.get(entry.seq_id)) is not None:
+                    self.blocks.unpublish(seq.block_table[entry.start // self.blocks.block_size :])
+                    self._finish(seq, "error", reason)
+                    failed.append(seq)
+        if not self._flights:
+            self.blocks.retire(self._step)
+        return failed
+
+    def _append(self, seq: Sequence, token_ids: list[int]) -> list[int]:
+        for count, token_id in enumerate(token_ids, 1):
+            seq.token_ids.append(token_id)
+            end: End | None = seq.stop.ends(token_id, seq.num_output)
+            if (end is None or end[0] == "length") and self._text_stop and (text := self._text_stop(seq)):
+                end = ("stop", text)
+            if end is None and len(seq.token_ids) >= self.limits.max_model_len:
+                end = ("length", None)
+            if end is not None:
+                self._finish(seq, *end)
+                return token_ids[:count]
+        return token_ids
+
+    # ---- how a sequence leaves ---------------------------------------------------------------------------------
+
+    def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None) -> None:
+        self._leave(seq)
+        seq.status = Status.FINISHED
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        del self._sequences[seq.seq_id]
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.num_preemptions += 1
+        seq.num_preemptions += 1
+        self._leave(seq)
+        seq.status = Status.WAITING
+        self.waiting.push(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self._departures.append(seq.seq_id)
+            self.blocks.release(seq, after=self._flights[-1].plan.step_id if self._flights else None)
+        else:
+            self.waiting.remove(seq)
+
+    def _outgrew_cache(self, seq: Sequence) -> None:
+        """It has the whole cache to itself and needs more: preempting it would repeat for ever."""
+        capacity = self.blocks.num_blocks * self.blocks.block_size
+        self._finish(seq, "length", f"the KV cache holds {capacity} tokens and this sequence filled it")
+        self._ended.append(seq)
+
+    def _is_complete(self, seq: Sequence) -> bool:
+        sampled = seq.num_output + seq.num_pending
+        return bool(seq.num_pending) and (
+            sampled >= seq.stop.max_tokens or len(seq.token_ids) + seq.num_pending >= self.limits.max_model_len
+        )
+
+    def _count_hits(self, seq: Sequence, matched: list[int]) -> None:
+        hits = len(matched) * self.blocks.block_size
+        self.blocks.num_queries += len(seq.token_ids)
+        self.blocks.num_hits += hits
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = min(hits, seq.num_prompt)
