@@ -66,15 +66,15 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match(self, seq: Sequence) -> list[int]:
-        """Blocks that continue seq's computed prefix, without taking them.
+        """Blocks that hold the beginning of seq, which has none yet, without taking them.
 
         Stops short of the last known token: it is always computed, because its logits are what the step is for.
         """
         size = self.block_size
-        if not (self.enable_prefix_caching and seq.reads_prefix_cache) or seq.num_computed % size:
+        if not (self.enable_prefix_caching and seq.reads_prefix_cache):
             return []
         matched: list[int] = []
-        for index in range(seq.num_computed // size, (len(seq.token_ids) - 1) // size):
+        for index in range((len(seq.token_ids) - 1) // size):
             tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
             candidates = self._found.get(self._hash(seq, index))
             block = next((b for b in candidates or () if self._tokens[b] == tokens), None)
@@ -85,12 +85,12 @@ class BlockManager:
 
     def adopt(self, seq: Sequence, matched: list[int]) -> None:
         """Share the matched blocks: seq counts as computed that far."""
-        assert len(seq.block_table) * self.block_size == seq.num_computed
+        assert not seq.block_table
         for block in matched:
             self._own(block)
-        seq.block_table += matched
-        seq.num_published = len(seq.block_table)
-        seq.num_computed = len(seq.block_table) * self.block_size
+        seq.block_table = list(matched)
+        seq.num_published = len(matched)
+        seq.num_computed = len(matched) * self.block_size
 
     def num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
         return self.num_blocks_for(seq.num_computed + num_new_tokens) - len(seq.block_table)

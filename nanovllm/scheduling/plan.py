@@ -43,7 +43,9 @@ class StepPlan:
     step_id: int
     entries: tuple[PlanEntry, ...]
     arrivals: tuple[Arrival, ...] = ()
-    departures: tuple[int, ...] = ()  # finished, aborted or preempted since the last plan: the runner forgets them
+    # Finished, aborted or preempted since the last plan: the runner forgets them before it takes the arrivals (one may
+    # leave and come back in one plan), and may be told of one it does not know: those of a failed plan are repeated.
+    departures: tuple[int, ...] = ()
     num_steps: int = 1  # > 1 only if is_decode_only: decode so many tokens before reporting back
 
     @property

@@ -10,9 +10,10 @@ runs are repeatable.
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from nanovllm.scheduling.sequence import Sequence, Status
 
@@ -50,43 +51,39 @@ def make_policy(name: str, max_wait_steps: int | None = None) -> Policy:
 
 
 class WaitingQueue:
-    """Waiting sequences in admission order, with aging: two heaps (by key, by arrival) and lazy deletion."""
+    """Waiting sequences in admission order, with aging: two sorted lists, by key and by arrival.
+
+    Inserting into or deleting from a list moves the pointers behind it: some 20 us in a line of 100,000, and nothing
+    of a sequence that left stays behind.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._by_key: list[tuple[Key, int, Sequence]] = []
-        self._by_arrival: list[tuple[int, int, Sequence]] = []
-        self._ticket = 0
-        self._tickets: dict[int, int] = {}  # seq_id -> the ticket under which it waits now; older ones are stale
+        self._keys: dict[int, Key] = {}  # seq_id -> the key it was pushed with; its own may change while it waits
+        self._by_key: list[tuple[Key, Sequence]] = []
+        self._by_arrival: list[tuple[int, Sequence]] = []
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._keys)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, ticket, seq in sorted(self._by_key, key=lambda e: e[:2]) if self._live(ticket, seq))
+        return (seq for _, seq in self._by_key)
 
     def push(self, seq: Sequence) -> None:
         """seq.queued_step is when it *first* began to wait: a preempted sequence keeps its age, so that arrival order
         is also order of age and the oldest is the only one to look at."""
         assert seq.status is Status.WAITING
-        self._ticket += 1
-        self._tickets[seq.seq_id] = self._ticket
-        heapq.heappush(self._by_key, (self._policy.admission_key(seq), self._ticket, seq))
-        heapq.heappush(self._by_arrival, (seq.arrival, self._ticket, seq))
+        key = self._keys[seq.seq_id] = self._policy.admission_key(seq)
+        insort(self._by_key, (key, seq), key=itemgetter(0))
+        insort(self._by_arrival, (seq.arrival, seq), key=itemgetter(0))
 
     def peek(self, step: int) -> Sequence:
-        while not self._live(self._by_arrival[0][1], self._by_arrival[0][2]):
-            heapq.heappop(self._by_arrival)
-        while not self._live(self._by_key[0][1], self._by_key[0][2]):
-            heapq.heappop(self._by_key)
-        oldest = self._by_arrival[0][2]
+        oldest = self._by_arrival[0][1]
         patience = self._policy.max_wait_steps
         if patience is not None and step - oldest.queued_step >= patience:
             return oldest
-        return self._by_key[0][2]
+        return self._by_key[0][1]
 
     def remove(self, seq: Sequence) -> None:
-        del self._tickets[seq.seq_id]
-
-    def _live(self, ticket: int, seq: Sequence) -> bool:
-        return self._tickets.get(seq.seq_id) == ticket
+        del self._by_key[bisect_left(self._by_key, self._keys.pop(seq.seq_id), key=itemgetter(0))]
+        del self._by_arrival[bisect_left(self._by_arrival, seq.arrival, key=itemgetter(0))]

@@ -61,6 +61,7 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, blocks: BlockManager, policy: Policy, text_stop: TextStop | None = None
     ) -> None:
+        assert limits.max_num_batched_tokens >= limits.max_num_seqs, "every running sequence decodes in every step"
         self.limits = limits
         self.blocks = blocks
         self.policy = policy
@@ -147,10 +148,7 @@ class Scheduler:
         for seq in ready:
             if seq.status is not Status.RUNNING:
                 break  # preempted for one before it, and so are all that follow: victims are taken from the end
-            if seq.num_remaining == 1:
-                num_decodes -= 1
-            else:
-                self._adopt_cached(seq)
+            num_decodes -= seq.num_remaining == 1
             num_new = min(seq.num_remaining, budget - num_decodes)
             if num_new <= 0:
                 continue
@@ -168,7 +166,8 @@ class Scheduler:
                 break  # enough will be free once the steps in flight have ended
             victim = self.policy.victim(self.running)
             if victim is seq and len(self.running) == 1:
-                self._outgrew_cache(seq)
+                if not seq.num_pending:  # else it ends when the tokens in flight are known: they are part of the answer
+                    self._outgrew_cache(seq)
                 break
             self._preempt(victim)
             preempted = True
@@ -210,11 +209,6 @@ class Scheduler:
         seq.num_computed += num_new
         published += self.blocks.publish(seq)
 
-    def _adopt_cached(self, seq: Sequence) -> None:
-        """A prompt computed in chunks may find that another sequence computed its next blocks meanwhile."""
-        if seq.num_computed == len(seq.block_table) * self.blocks.block_size and (matched := self.blocks.match(seq)):
-            self.blocks.adopt(seq, matched)
-
     def _extend_decodes(self, chosen: list[tuple[Sequence, int]]) -> int:
         """How many tokens to decode before the host looks again: more than one only if nobody is kept waiting."""
         if self.limits.decode_steps == 1 or self.waiting or not chosen or len(chosen) < len(self.running):
@@ -254,7 +248,7 @@ class Scheduler:
         """Plans are committed in the order they were made. Tokens after a stop are dropped: nobody ever sees them."""
         flight = self._flights.popleft()
         assert flight.plan is plan, "plans are committed in order"
-        self.blocks.retire(plan.step_id)
+        self._retire()
         progress: list[Progress] = []
         row = -1
         for entry in plan.entries:
@@ -269,7 +263,11 @@ class Scheduler:
             logprobs = result.logprobs[row][: len(accepted)] if result.logprobs else None
             progress.append(Progress(seq, accepted, logprobs))
             if seq.status is Status.RUNNING:
-                self.blocks.publish(seq)  # blocks filled by tokens that were unknown when the step was planned
+                # Blocks filled by tokens that were unknown when the step was planned. The last of them may be fed by a
+                # step that is still in flight: then that is a promise too.
+                published = self.blocks.publish(seq)
+                if self._flights:
+                    self._flights[-1].published += published
         return progress
 
     def fail(self, plan: StepPlan, reason: str) -> list[Sequence]:
@@ -279,14 +277,17 @@ class Scheduler:
         while self._flights and self._flights[-1].plan.step_id >= plan.step_id:
             flight = self._flights.pop()
             self.blocks.unpublish(flight.published)
+            self._departures += flight.plan.departures  # the runner may never have seen them
             for entry in flight.plan.entries:
                 if (seq := self._sequences.get(entry.seq_id)) is not None:
-                    self.blocks.unpublish(seq.block_table[entry.start // self.blocks.block_size :])
                     self._finish(seq, "error", reason)
                     failed.append(seq)
-        if not self._flights:
-            self.blocks.retire(self._step)
+        self._retire()
         return failed
+
+    def _retire(self) -> None:
+        """Every step before the oldest in flight has ended, one way or the other."""
+        self.blocks.retire(self._flights[0].plan.step_id - 1 if self._flights else self._step)
 
     def _append(self, seq: Sequence, token_ids: list[int]) -> list[int]:
         for count, token_id in enumerate(token_ids, 1):

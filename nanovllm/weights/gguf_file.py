@@ -119,7 +119,7 @@ class GGUFFile:
             with open(path, "rb") as file:
                 size = file.seek(0, 2)
                 if size < _HEADER_BYTES:
-                    raise ModelError(f"{path}: {size} bytes is less than a GGUF header ({_HEADER_BYTES}); get it again.")
+                    raise ModelError(f"{path}: {size} bytes is less than a GGUF header, {_HEADER_BYTES}; get it again.")
                 # A private copy-on-write map: PyTorch wants writable memory, the file stays as it is.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:

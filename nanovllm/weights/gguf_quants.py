@@ -9,7 +9,7 @@ Two families:
   Qx_K         256 weights in sub-blocks of 16 or 32 whose own small scales are quantised too, under one float16 each.
 
 All numbers are little endian, as is every machine PyTorch supports, so bytes are reinterpreted, not swapped.
-Measured on one core: about 0.25 s for the 135 million weights of SmolLM2 (Q4_1 with a Q8_0 embedding).
+Measured on two cores: 0.45 s (0.75 s on one) for the 135 million weights of SmolLM2 (Q4_1 with a Q8_0 embedding).
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ TENSOR_TYPES = {
 
 # Known only to be refused by name.
 OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
 

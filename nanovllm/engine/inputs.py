@@ -1,0 +1,114 @@
+"""Prompts as callers write them -> token ids, checked before anything reaches the engine.
+
+A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}; the dicts may carry a
+"cache_salt" (only requests with the same salt share cached prefixes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+from nanovllm.errors import RequestError
+
+Prompt = Union[str, Sequence[int], Mapping[str, Any]]
+# No tokenizer makes tokens longer than a few hundred characters, so a longer text cannot fit whatever it says; tokenising
+# 100 MB first to find that out would take minutes and gigabytes.
+MAX_CHARS_PER_TOKEN = 256
+
+
+@dataclass(frozen=True)
+class EngineInput:
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str = ""
+
+
+class InputProcessor:
+    def __init__(self, tokenizer: Any | None, vocab_size: int, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+
+    def parse(self, prompt: Prompt) -> EngineInput:
+        text, token_ids, salt = self._split(prompt)
+        if token_ids is None:
+            assert text is not None
+            token_ids = self.encode(text)
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token (a BOS token or a space would do)")
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"prompt token id {token_id!r}: must be an integer in [0, {self.vocab_size - 1}], the vocabulary"
+                )
+        return EngineInput(list(token_ids), text, salt)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids, not text")
+        limit = self.max_model_len * MAX_CHARS_PER_TOKEN
+        if len(text) > limit:
+            raise RequestError(
+                f"the prompt has {len(text)} characters; at max_model_len={self.max_model_len} at most {limit} can fit"
+            )
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from None
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Messages -> token ids through the model's own chat template (never one from a request)."""
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one")
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError("this model has no chat template: use generate() with a plain prompt")
+        if not messages or any(not isinstance(m, Mapping) or "role" not in m or "content" not in m for m in messages):
+            raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # templates raise what they like (TemplateError, TypeError, ...) on odd messages
+            raise RequestError(f"the model's chat template refused these messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is written inside a text and at its start: with and without a space before it."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for variant in (word, " " + word.lstrip()):
+                ids = tuple(self.encode(variant, add_special_tokens=False))
+                if ids:
+                    found[ids] = None
+        return tuple(found)
+
+    @staticmethod
+    def _split(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
+        if isinstance(prompt, str):
+            return prompt, None, ""
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown:
+                raise RequestError(f"prompt has unknown keys {sorted(unknown)}: prompt, prompt_token_ids, cache_salt")
+            text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+            if (text is None) == (token_ids is None) or not isinstance(salt, str):
+                raise RequestError("a prompt dict needs exactly one of 'prompt' (str) and 'prompt_token_ids' (list)")
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f"prompt={type(text).__name__}: must be a string")
+            return text, token_ids, salt
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+            return None, prompt, ""
+        raise RequestError(f"a prompt must be a string, token ids or a dict, not {type(prompt).__name__}")
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many? A list of ints is one prompt; a list of anything else is many."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be a string or a list, not {type(prompts).__name__}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

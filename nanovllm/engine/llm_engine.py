@@ -1,0 +1,313 @@
+"""LLMEngine: add requests, step, collect outputs. Everything else (LLM, AsyncLLMEngine, the CLI) drives this.
+
+    engine = LLMEngine(EngineConfig(model="smollm2"))
+    engine.add_request("0", "What is the capital of France?", SamplingParams(max_tokens=32))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            print(output.outputs[0].text)
+
+One thread drives one engine. Two engines in one process do not know of each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
+from nanovllm.engine.request import Completion, Request
+from nanovllm.errors import ConfigError, EngineDeadError, RequestError
+from nanovllm.executor.local import LocalExecutor
+from nanovllm.hardware.device import Device
+from nanovllm.model_config import ModelConfig
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.plan import StepPlan, StepResult
+from nanovllm.scheduling.policy import make_policy
+from nanovllm.scheduling.scheduler import Progress, Scheduler, SchedulerLimits
+from nanovllm.scheduling.sequence import Sequence, StopRule
+from nanovllm.weights.checkpoint import open_checkpoint
+from nanovllm.weights.resolve import resolve_model
+
+logger = logging.getLogger("nanovllm")
+
+# Defaults by device: a CPU wants small steps (each takes long anyway) and little waste, a GPU wants large ones.
+DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
+DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
+
+
+@dataclass
+class StepStats:
+    """Running totals; the difference of two snapshots is what happened between them."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0  # fed in entries of more than one token, or before the first output
+    generated_tokens: int = 0
+    prefill_seconds: float = 0.0  # of steps that fed any prompt tokens
+    decode_seconds: float = 0.0  # of steps that only decoded
+    decode_tokens: int = 0  # generated in those
+    peak_waste: float = 1.0  # slots of blocks in use / tokens held, when most blocks were in use
+    peak_blocks: int = 0
+
+
+class LLMEngine:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        checkpoint = open_checkpoint(resolve_model(config.model))
+        try:
+            self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+            self.max_model_len = resolve_max_model_len(config, self.model_config)
+            self.tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(checkpoint)
+            device = Device.choose(config.device)
+            kind = "gpu" if device.is_gpu else "cpu"
+            block_size = config.kvcache_block_size or DEFAULT_BLOCK_SIZE[kind]
+            self.executor = LocalExecutor(config, self.model_config, checkpoint, device, self.max_model_len, block_size)
+        finally:
+            checkpoint.close()
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                config.max_num_seqs,
+                config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[kind], config.max_num_seqs),
+                self.max_model_len,
+                config.decode_steps,
+            ),
+            BlockManager(self.executor.layout.num_blocks, block_size, config.enable_prefix_caching),
+            make_policy(config.scheduling_policy, config.max_wait_steps),
+            text_stop=self._text_stop,
+        )
+        self.inputs = InputProcessor(self.tokenizer, self.model_config.vocab_size, self.max_model_len)
+        self.stats = StepStats()
+        self._requests: dict[str, Request] = {}
+        self._by_seq: dict[int, tuple[Request, Completion]] = {}
+        self._seq_ids = itertools.count()
+        self._request_count = itertools.count()
+        self._closed = False
+
+    def _load_tokenizer(self, checkpoint: Any) -> Any:
+        if self.config.tokenizer is None:
+            return checkpoint.load_tokenizer()
+        other = open_checkpoint(resolve_model(self.config.tokenizer))
+        try:
+            return other.load_tokenizer()
+        finally:
+            other.close()
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> EngineInput:
+        """Everything that can be refused before the request is taken in. Raises RequestError."""
+        if self._closed:
+            raise EngineDeadError("this engine was closed: create a new one")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
+        parsed = prompt if isinstance(prompt, EngineInput) else self.inputs.parse(prompt)
+        self.scheduler.check_fits(len(parsed.token_ids))
+        vocab = self.model_config.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= vocab:
+                    raise RequestError(f"{name}: token id {token_id} is outside the vocabulary of {vocab}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab:
+                raise RequestError(f"{name}={getattr(params, name)}: the vocabulary has only {vocab} tokens")
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError("stop strings and bad_words need a tokenizer (skip_tokenizer_init is set)")
+        return parsed
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | EngineInput,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        final_only: bool = False,
+    ) -> None:
+        params = params or SamplingParams()
+        parsed = self.check(prompt, params)  # type: ignore[arg-type]
+        if request_id in self._requests:
+            raise RequestError(f"request_id={request_id!r} is already running: ids must be unique")
+        request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
+        self._requests[request_id] = request
+        bad_words = self.inputs.bad_words_ids(params.bad_words) if params.bad_words else ()  # type: ignore[arg-type]
+        number = next(self._request_count)
+        for index in range(params.n):
+            seq = self._sequence(parsed, params, derive_seed(self.config.seed, number, params.seed, index))
+            seq.priority, seq.bad_words_ids = priority, bad_words
+            decode = self.tokenizer is not None and params.detokenize
+            detokenizer = Detokenizer(self.tokenizer, parsed.token_ids, params) if decode else None
+            completion = Completion(seq, detokenizer)
+            request.completions.append(completion)
+            self._by_seq[seq.seq_id] = (request, completion)
+            self.scheduler.add(seq)
+
+    def _sequence(self, parsed: EngineInput, params: SamplingParams, seed: int) -> Sequence:
+        room = self.max_model_len - len(parsed.token_ids)
+        return Sequence(
+            seq_id=next(self._seq_ids),
+            token_ids=list(parsed.token_ids),
+            num_prompt=len(parsed.token_ids),
+            stop=StopRule(
+                max_tokens=min(params.max_tokens or room, room),
+                min_tokens=params.min_tokens,
+                eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids),
+                stop_token_ids=frozenset(params.stop_token_ids or ()),
+            ),
+            params=params,
+            seed=seed,
+            cache_salt=parsed.cache_salt,
+            reads_prefix_cache=params.prompt_logprobs is None,
+        )
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its blocks are free for others at once. None if it is not running."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        for completion in request.completions:
+            self.scheduler.abort(completion.seq.seq_id)
+        self._drop(request)
+        return request.output()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step. Returns the requests that moved (those added with final_only: that ended)."""
+        if self._closed:
+            raise EngineDeadError("this engine was closed: create a new one")
+        started = time.monotonic()
+        plan = self.scheduler.schedule()
+        touched = {self._by_seq[seq.seq_id][0].request_id for seq in self.scheduler.take_ended()}
+        if plan.entries:
+            for arrival in plan.arrivals:
+                request = self._by_seq[arrival.seq_id][0]
+                request.first_scheduled_time = request.first_scheduled_time or started
+            try:
+                result = self.executor.launch(plan).result()
+            except Exception as error:
+                logger.exception("step %d failed; its %d sequences end with an error", plan.step_id, len(plan.entries))
+                failed = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+                touched |= {self._by_seq[seq.seq_id][0].request_id for seq in failed}
+            else:
+                touched |= self._record(plan, result, started)
+        return self._collect(touched)
+
+    def _record(self, plan: StepPlan, result: StepResult, started: float) -> set[str]:
+        for entry in plan.entries:
+            if entry.seq_id in result.prompt_logprobs and entry.seq_id in self._by_seq:
+                request, completion = self._by_seq[entry.seq_id]
+                if completion is request.completions[0]:
+                    request.add_prompt_logprobs(entry.start, result.prompt_logprobs[entry.seq_id])
+        self._observe_blocks()
+        progress = self.scheduler.commit(plan, result)
+        now = time.monotonic()
+        for moved in progress:
+            request, completion = self._by_seq[moved.seq.seq_id]
+            request.first_token_time = request.first_token_time or now
+            if moved.logprobs:
+                request.add_logprobs(completion, moved.logprobs)
+        self._count(plan, progress, now - started)
+        return {self._by_seq[moved.seq.seq_id][0].request_id for moved in progress}
+
+    def _collect(self, touched: set[str]) -> list[RequestOutput]:
+        outputs = []
+        for request_id in sorted(touched):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            if request.finished:
+                request.finished_time = time.monotonic()
+                self._drop(request)
+            if request.finished or not request.final_only:
+                outputs.append(request.output())
+        return outputs
+
+    def _drop(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        for completion in request.completions:
+            del self._by_seq[completion.seq.seq_id]
+
+    def _text_stop(self, seq: Sequence) -> str | None:
+        return self._by_seq[seq.seq_id][1].find_stop()
+
+    # ---- what happened -----------------------------------------------------------------------------------------
+
+    def _observe_blocks(self) -> None:
+        blocks, stats = self.scheduler.blocks, self.stats
+        if blocks.num_used > stats.peak_blocks:
+            stats.peak_blocks = blocks.num_used
+            held = sum(seq.num_computed for seq in self.scheduler.running)
+            stats.peak_waste = blocks.num_used * blocks.block_size / max(held, 1)
+
+    def _count(self, plan: StepPlan, progress: list[Progress], seconds: float) -> None:
+        stats = self.stats
+        generated = sum(len(moved.token_ids) for moved in progress)
+        stats.num_steps += 1
+        stats.generated_tokens += generated
+        if plan.is_decode_only:
+            stats.decode_seconds += seconds
+            stats.decode_tokens += generated
+        else:
+            stats.prefill_seconds += seconds
+            stats.prompt_tokens += sum(entry.num_new for entry in plan.entries if entry.num_new > 1)
+
+    def describe(self) -> dict[str, Any]:
+        """What really runs: device, dtype, attention backend and why, cache size."""
+        return {
+            "model": self.config.model,
+            "architecture": self.model_config.architecture,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.scheduler.limits.max_num_seqs,
+            "max_num_batched_tokens": self.scheduler.limits.max_num_batched_tokens,
+            "scheduling_policy": self.scheduler.policy.name,
+            "runs_on": self.executor.describe(),
+        }
+
+    def close(self) -> None:
+        """Free the model and the cache. Calling it twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._requests.clear()
+        self._by_seq.clear()
+        self.executor.close()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest text the model's rotary table is good for, unless the user asks for less."""
+    factor = model.rope.params.get("factor", 1.0)
+    trained = model.max_position_embeddings
+    if model.rope.kind in ("linear", "dynamic"):
+        trained = int(trained * factor)
+    elif model.rope.kind == "yarn":
+        trained = max(trained, int(model.rope.params.get("original_max_position_embeddings", trained) * factor))
+    if config.max_model_len is None:
+        return trained
+    if config.max_model_len > trained:
+        raise ConfigError(f"max_model_len={config.max_model_len}: this model reads at most {trained} tokens")
+    return config.max_model_len
+
+
+def derive_seed(engine_seed: int, request_number: int, user_seed: int | None, index: int) -> int:
+    """64 bits. A user's seed gives the same completions in every engine and batch; without one, the engine's seed and
+    the order of the requests decide, so that a whole run can be repeated."""
+    if user_seed is not None:
+        return (user_seed + index) % 2**64
+    text = f"{engine_seed} {request_number} {index}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

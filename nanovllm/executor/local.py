@@ -1,0 +1,104 @@
+"""LocalExecutor: the model in this process, one rank, no process group.
+
+`launch(plan)` starts a step and returns an InFlight; `InFlight.result()` waits for it. On the CPU the work is done inside
+`launch`; the contract is the one that overlapping devices and other processes need.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.attention.select import Selection, select_backend
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.executor.kv_cache import CacheLayout, block_bytes
+from nanovllm.executor.model_runner import ModelRunner
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import find_family
+from nanovllm.models.transformer import Parts, Transformer, attention_specs
+from nanovllm.scheduling.plan import StepPlan, StepResult
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.loader import load_dummy, load_weights
+
+logger = logging.getLogger("nanovllm")
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step that was started. Whoever holds it is the one who may ask for its result, once."""
+
+    _result: StepResult
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class LocalExecutor:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
+        max_model_len: int, block_size: int,
+    ) -> None:  # fmt: skip
+        if config.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size}: this version runs on one rank; use 1"
+            )
+        self.device = device
+        self.dtype = self.device.resolve_dtype(config.dtype, model_config.dtype)
+        specs = attention_specs(model_config, self.dtype, Parallel())
+        self.selection: Selection = select_backend(config.attn_backend, specs, self.device)
+        logger.info("attention backend %s on %s", self.selection.backend.name, self.device.name)
+        model = self._load(config, model_config, checkpoint, max_model_len)
+        layout = CacheLayout.fit([self._spare_bytes(config)], specs, block_size, config.num_kvcache_blocks)
+        most = config.max_num_seqs * -(-max_model_len // block_size)
+        if config.num_kvcache_blocks is None and layout.num_blocks > most and not self.device.is_gpu:
+            layout = CacheLayout(block_size, most, block_bytes(specs, block_size))  # more could never be used at once
+        self.layout = layout
+        self.runner = ModelRunner(model, layout, self.device, config.max_num_seqs, max_model_len)
+
+    def _load(
+        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, max_model_len: int
+    ) -> Transformer:
+        like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
+        parts = Parts(self.selection.backend, like, Parallel(), max_model_len)
+        model = find_family(model_config)(model_config, parts)
+        if config.load_format == "dummy":
+            load_dummy(model, config.seed)
+        else:
+            load_weights(model, checkpoint, model.rules)
+        return model.eval()
+
+    def _spare_bytes(self, config: EngineConfig) -> int:
+        """Memory for the cache. On a GPU: our share of the card less what *we* already hold, and never more than is
+        really free; memory of other processes is not ours to count."""
+        free, total = self.device.memory()
+        if not self.device.is_gpu:
+            return int(config.cpu_kvcache_gb * 2**30)
+        return min(free, int(total * config.gpu_memory_utilization) - self.device.allocated_bytes())
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        return InFlight(self.runner.execute(plan))
+
+    def close(self) -> None:
+        if hasattr(self, "runner"):
+            del self.runner
+            self.device.release_cached()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "device": self.device.name,
+            "architecture": self.device.architecture,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn_backend": self.selection.backend.name,
+            "attn_reasons": dict(self.selection.reasons),
+            "kv_block_size": self.layout.block_size,
+            "kv_blocks": self.layout.num_blocks,
+            "kv_bytes": self.layout.num_bytes,
+        }
+
+

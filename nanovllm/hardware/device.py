@@ -1,0 +1,100 @@
+"""Device: the one door to the hardware. The rest of the engine never says "cuda".
+
+On the CPU every method does the nearest honest thing (memory of the machine, nothing to synchronise), so callers
+need no branches.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.errors import ConfigError
+
+# Compute capability -> the name people know the architecture by.
+ARCHITECTURES = {(7, 0): "Volta", (7, 5): "Turing", (8, 9): "Ada Lovelace", 8: "Ampere", 9: "Hopper"}
+ARCHITECTURES |= {10: "Blackwell", 11: "Blackwell", 12: "Blackwell"}
+
+
+@dataclass(frozen=True)
+class Device:
+    torch_device: torch.device
+
+    @classmethod
+    def choose(cls, wanted: str) -> Device:
+        has_gpu = torch.cuda.is_available()
+        if wanted == "cuda" and not has_gpu:
+            raise ConfigError(
+                "device='cuda': torch sees no GPU here (driver missing, or a CPU build of torch); use device='cpu'"
+            )
+        if wanted == "cpu" or not has_gpu:
+            return cls(torch.device("cpu"))
+        return cls(torch.device("cuda", torch.cuda.current_device()))
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        if self.is_gpu:
+            return torch.cuda.get_device_name(self.torch_device)
+        return f"{_cpu_name()} ({torch.get_num_threads()} threads)"
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        return torch.cuda.get_device_capability(self.torch_device) if self.is_gpu else None
+
+    @property
+    def architecture(self) -> str:
+        if self.capability is None:
+            return platform.machine()
+        return ARCHITECTURES.get(self.capability) or ARCHITECTURES.get(self.capability[0], "unknown")
+
+    def resolve_dtype(self, wanted: str, checkpoint: str) -> torch.dtype:
+        """auto = fp32 on a CPU (its bf16 and fp16 paths are slower than they look); on a GPU the checkpoint's own,
+        in 16 bits. Turing and older have no bf16 units."""
+        if wanted == "auto":
+            if not self.is_gpu:
+                return torch.float32
+            wanted = checkpoint if checkpoint in ("float16", "bfloat16") else "bfloat16"
+            if self.capability is not None and self.capability < (8, 0):
+                wanted = "float16"
+        if wanted == "bfloat16" and self.capability is not None and self.capability < (8, 0):
+            raise ConfigError(f"dtype='bfloat16': {self.name} ({self.architecture}) has none; use dtype='float16'")
+        dtype = getattr(torch, wanted)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.torch_device)
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes, as the driver or the operating system sees them."""
+        if self.is_gpu:
+            return torch.cuda.mem_get_info(self.torch_device)
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def allocated_bytes(self) -> int:
+        """Held by this process's torch, in use or cached; 0 on a CPU, where nobody counts."""
+        return torch.cuda.memory_reserved(self.torch_device) if self.is_gpu else 0
+
+    def release_cached(self) -> None:
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,63 @@
+"""Linear layers in the Megatron form, and the parts a checkpoint fills them with.
+
+A column-parallel layer splits its output over the ranks, a row-parallel layer its input; one all-reduce follows the
+latter, none is needed between the two. Several matrices that read the same input are stacked into one (one GEMM
+instead of three): `parts` names the stacked pieces and their rows, which is all that the weight loader needs to know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.ops.linear import linear
+
+
+class Linear(nn.Module):
+    """y = x @ weight.T + bias, with weight [rows, columns] filled by one or more named parts of the checkpoint."""
+
+    def __init__(self, in_size: int, parts: dict[str, int], bias: bool, like: torch.Tensor) -> None:
+        super().__init__()
+        self.parts = parts  # name -> number of rows, in order
+        rows = sum(parts.values())
+        self.weight = nn.Parameter(like.new_empty(rows, in_size), requires_grad=False)
+        self.bias = nn.Parameter(like.new_empty(rows), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class ColumnParallelLinear(Linear):
+    def __init__(self, in_size: int, out_size: int, bias: bool, like: torch.Tensor, parallel: Parallel) -> None:
+        super().__init__(in_size, {"": parallel.share(out_size, "output size")}, bias, like)
+
+
+class MergedColumnParallelLinear(Linear):
+    """gate and up of an MLP: two column-parallel layers over one input."""
+
+    def __init__(
+        self, in_size: int, out_sizes: dict[str, int], bias: bool, like: torch.Tensor, parallel: Parallel
+    ) -> None:
+        super().__init__(in_size, {k: parallel.share(n, "intermediate_size") for k, n in out_sizes.items()}, bias, like)
+
+
+class QKVParallelLinear(Linear):
+    """Query, key and value projections, split by heads."""
+
+    def __init__(
+        self, in_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, like: torch.Tensor,
+        parallel: Parallel,
+    ) -> None:  # fmt: skip
+        q_rows = parallel.share(num_heads, "num_attention_heads") * head_dim
+        kv_rows = parallel.share(num_kv_heads, "num_key_value_heads") * head_dim
+        super().__init__(in_size, {"q": q_rows, "k": kv_rows, "v": kv_rows}, bias, like)
+
+
+class RowParallelLinear(Linear):
+    def __init__(self, in_size: int, out_size: int, bias: bool, like: torch.Tensor, parallel: Parallel) -> None:
+        super().__init__(parallel.share(in_size, "input size"), {"": out_size}, bias, like)
+        self.parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parallel.all_reduce(linear(x, self.weight, self.bias))

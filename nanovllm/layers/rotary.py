@@ -1,0 +1,86 @@
+"""Rotary embedding: the table of cosines and sines for every position, for each way of stretching the context.
+
+RoPE turns pair i of a head by the angle position * f_i, f_i = theta^(-2i/d). A model asked to read further than it was
+trained for sees angles it never met; each scaling squeezes them differently:
+
+    linear    f / factor: all positions squeezed alike
+    dynamic   a larger theta, so that the slowest pair turns as far at the new length as it did at the old
+    llama3    slow pairs are squeezed, fast ones (which tell neighbours apart) kept, a ramp between
+    yarn      the same idea with the ramp in rotations per context, and attention sharpened by a constant
+
+A kind that is not here is refused when the config is read; ignoring one gives wrong text without an error.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nanovllm.errors import ModelError
+from nanovllm.model_config import RopeConfig, positive_float
+
+
+def frequencies(rope: RopeConfig, max_position: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """([rotary_dim / 2] turning speeds, factor on cos and sin)."""
+    dim = rope.rotary_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "default":
+        return plain, 1.0
+    factor = positive_float(rope.params, "factor")
+    if rope.kind == "linear":
+        return plain / factor, 1.0
+    if rope.kind == "dynamic":
+        # Keys already in the cache cannot be turned again when the text grows, so the table is made for the longest
+        # text this engine serves; up to the trained length nothing changes.
+        stretch = factor * max(max_model_len, max_position) / max_position - (factor - 1)
+        return 1.0 / (rope.theta * stretch ** (dim / (dim - 2))) ** exponents, 1.0
+    original = positive_float(rope.params, "original_max_position_embeddings", max_position)
+    if rope.kind == "llama3":
+        return _llama3(plain, factor, original, rope), 1.0
+    assert rope.kind == "yarn"
+    return _yarn(plain, factor, original, rope)
+
+
+def _llama3(plain: torch.Tensor, factor: float, original: float, rope: RopeConfig) -> torch.Tensor:
+    low = positive_float(rope.params, "low_freq_factor")
+    high = positive_float(rope.params, "high_freq_factor")
+    if high <= low:
+        raise ModelError(f"config.json: high_freq_factor={high} must exceed low_freq_factor={low}")
+    turns = original * plain / (2 * math.pi)  # full turns over the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: squeeze, 1: leave
+    return (1 - keep) * plain / factor + keep * plain
+
+
+def _yarn(plain: torch.Tensor, factor: float, original: float, rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    params, dim = rope.params, rope.rotary_dim
+
+    def pair_turning(turns: float) -> float:
+        """The (fractional) pair that makes so many turns over the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first = pair_turning(positive_float(params, "beta_fast", 32.0))
+    last = pair_turning(positive_float(params, "beta_slow", 1.0))
+    if params.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+
+    def sharpen(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention = params.get("attention_factor")
+    if attention is None:
+        m, all_dim = params.get("mscale"), params.get("mscale_all_dim")
+        attention = sharpen(m) / sharpen(all_dim) if m and all_dim else sharpen(1.0)
+    return (1 - keep) * plain / factor + keep * plain, positive_float({"attention_factor": attention}, "attention_factor")
+
+
+def cos_sin_table(rope: RopeConfig, max_position: int, max_model_len: int) -> torch.Tensor:
+    """[max_model_len, rotary_dim] in fp32: cosines, then sines. Computed on the CPU, whose sine is exact enough for
+    angles of 100,000 radians."""
+    speeds, factor = frequencies(rope, max_position, max_model_len)
+    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), speeds)
+    return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)

@@ -1,0 +1,126 @@
+"""LLM: the offline interface, in vLLM's names.
+
+    from nanovllm import LLM, SamplingParams
+    llm = LLM()                                   # SmolLM2-135M-Instruct
+    for out in llm.chat([{"role": "user", "content": "What is the capital of France?"}]):
+        print(out["text"])
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.inputs import EngineInput, Prompt, as_list
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import EngineDeadError, RequestError
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+class LLM:
+    """A model ready to generate. Options are those of EngineConfig; docs/options.md explains them."""
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.engine = LLMEngine(EngineConfig.from_options(model=model, **options))
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete all prompts; outputs in the order of the prompts. Nothing runs if any of them is refused."""
+        return self._run(as_list(prompts), sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """One conversation (a list of messages) or several; the model's own chat template makes the prompts."""
+        if not messages:
+            raise RequestError("messages is empty: give at least one {'role': ..., 'content': ...}")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": self.engine.inputs.render_chat(conversation, add_generation_prompt)}  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm, None)
+
+    def get_tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
+        inputs: list[EngineInput] = []
+        for index, (prompt, param) in enumerate(zip(prompts, params)):
+            try:
+                inputs.append(self.engine.check(prompt, param))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+        ids = []
+        for parsed, param, rank in zip(inputs, params, priorities):
+            ids.append(f"llm-{self._count}")
+            self._count += 1
+            self.engine.add_request(ids[-1], parsed, param, priority=rank, final_only=True)
+        try:
+            done = self._drive(ids, use_tqdm)
+        except BaseException:  # Ctrl-C included: leave the engine empty and ready for the next call
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+            raise
+        return [done[request_id] for request_id in ids]
+
+    def _drive(self, ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        stats = self.engine.stats
+        prompt_tokens, generated = stats.prompt_tokens, stats.generated_tokens
+        shown = started = time.monotonic()
+        with tqdm(total=len(ids), desc="generating", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while len(done) < len(ids):
+                if not self.engine.has_unfinished_requests():
+                    raise EngineDeadError("requests were lost; this is a fault of the engine")
+                finished = self.engine.step()
+                done.update((output.request_id, output) for output in finished)
+                bar.update(len(finished))
+                now = time.monotonic()
+                if use_tqdm and (finished or now - shown > 0.5):
+                    shown = now
+                    seconds = max(now - started, 1e-9)
+                    prefill = (stats.prompt_tokens - prompt_tokens) / seconds
+                    decode = (stats.generated_tokens - generated) / seconds
+                    bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s")
+        return done
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts: give one for all, or one for each")
+    return list(value)

@@ -1,0 +1,117 @@
+"""The decoder that every dense family here shares: embed, N x (attention, MLP), norm, head.
+
+A family (llama.py, qwen2.py, qwen3.py) only says how it differs, as a `Style`; its checkpoint names are data, the
+RULES below. The residual stream travels beside the branch (`x`, `residual`), so that each addition is fused with the norm
+that follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.attention import Attention, KVCache, Step
+from nanovllm.layers.embedding import LMHead, VocabEmbedding
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import cos_sin_table
+from nanovllm.model_config import ModelConfig
+from nanovllm.weights.rules import Rule
+
+
+@dataclass(frozen=True)
+class Style:
+    """What is special about a family."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norm: bool = False  # RMSNorm on every head of q and k
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model is built from besides its config: everything that depends on the machine and not on the family."""
+
+    backend: AttentionBackend
+    like: torch.Tensor  # an empty tensor with the device and dtype that parameters get
+    parallel: Parallel
+    max_model_len: int
+
+
+RULES = (
+    Rule("model.embed_tokens.weight", "embed.weight"),
+    Rule("model.norm.weight", "norm.weight"),
+    Rule("lm_head.weight", "head.weight"),
+    Rule("model.layers.{i}.input_layernorm.weight", "layers.{i}.attention_norm.weight"),
+    Rule("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm.weight"),
+    Rule("model.layers.{i}.self_attn.{part:q|k|v}_proj.{w:weight|bias}", "layers.{i}.attention.qkv.{w}"),
+    Rule("model.layers.{i}.self_attn.o_proj.{w:weight|bias}", "layers.{i}.attention.out.{w}"),
+    Rule("model.layers.{i}.self_attn.{n:q_norm|k_norm}.weight", "layers.{i}.attention.{n}.weight"),
+    Rule("model.layers.{i}.mlp.{part:gate|up}_proj.{w:weight|bias}", "layers.{i}.mlp.gate_up.{w}"),
+    Rule("model.layers.{i}.mlp.down_proj.{w:weight|bias}", "layers.{i}.mlp.down.{w}"),
+    Rule("model.layers.{i}.self_attn.rotary_emb.inv_freq", None),  # old checkpoints carry this table; ours is computed
+)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, style: Style, parts: Parts, spec: AttentionSpec) -> None:
+        super().__init__()
+        like, parallel, eps = parts.like, parts.parallel, config.rms_norm_eps
+        self.attention_norm = RMSNorm(config.hidden_size, eps, like)
+        self.attention = Attention(
+            config.hidden_size, spec, parts.backend, like, parallel,
+            qkv_bias=style.qkv_bias, out_bias=style.out_bias, head_norm_eps=eps if style.head_norm else None,
+        )  # fmt: skip
+        self.mlp_norm = RMSNorm(config.hidden_size, eps, like)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, like, parallel)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, step: Step, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x = self.attention(x, cos_sin, step, cache)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Transformer(nn.Module):
+    rules = RULES
+
+    def __init__(self, config: ModelConfig, style: Style, parts: Parts) -> None:
+        super().__init__()
+        like = parts.like
+        self.specs = attention_specs(config, like.dtype, parts.parallel)  # one per layer
+        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, like)
+        self.layers = nn.ModuleList([DecoderLayer(config, style, parts, spec) for spec in self.specs])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, like)
+        self.head = LMHead(config.vocab_size, config.hidden_size, like, self.embed if config.tie_word_embeddings else None)
+        table = cos_sin_table(config.rope, config.max_position_embeddings, parts.max_model_len)
+        self.register_buffer("cos_sin", table.to(like.device), persistent=False)
+
+    def forward(self, step: Step, caches: list[KVCache]) -> torch.Tensor:
+        """Final hidden states of the rows whose logits are wanted, [len(step.logit_rows), hidden]."""
+        x, residual = self.embed(step.token_ids), None  # [tokens, hidden]
+        cos_sin = self.cos_sin.index_select(0, step.positions)
+        for layer, cache in zip(self.layers, caches):
+            x, residual = layer(x, residual, cos_sin, step, cache)
+        assert residual is not None
+        # The last norm and the head, the model's largest matrix, only see the rows that are asked for.
+        x, _ = self.norm(x[step.logit_rows], residual[step.logit_rows])
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)  # [rows, vocab]
+
+
+def attention_specs(config: ModelConfig, dtype: torch.dtype, parallel: Parallel) -> list[AttentionSpec]:
+    heads = parallel.share(config.num_heads, "num_attention_heads")
+    kv_heads = parallel.share(config.num_kv_heads, "num_key_value_heads")
+    return [
+        AttentionSpec(heads, kv_heads, config.head_dim, dtype, config.sliding_window if windowed else None)
+        for windowed in config.windowed_layers
+    ]

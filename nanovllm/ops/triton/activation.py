@@ -1,0 +1,34 @@
+"""silu(gate) * up (twin of `ops/activation.py`).
+
+One program owns a tile of one row's output and reads the matching tiles of both halves of [tokens, 2 * size]. The
+activation is rounded to the input dtype before the product, as the twin does.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.ops.triton.common import next_power_of_2
+
+
+@triton.jit
+def silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = i < size
+    gate = tl.load(gate_up_ptr + row * stride + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + size + i, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + i, (active * up).to(dtype), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    assert gate_up.stride(1) == 1
+    assert out.is_contiguous()
+    if rows == 0:
+        return out
+    tile = min(next_power_of_2(size), 1024)
+    silu_mul_kernel[(rows, triton.cdiv(size, tile))](gate_up, out, gate_up.stride(0), size, TILE=tile, num_warps=4)
+    return out

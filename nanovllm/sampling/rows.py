@@ -1,0 +1,46 @@
+"""What goes into the sampler and what comes out, one record per row of logits. No torch: these may cross a process.
+
+The sampler never sees a Sequence. A `SamplingRow` holds all it may know of one, and the sampled token is a function of
+that row and its logits alone, never of the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    params: SamplingParams
+    seed: int  # 64 bits, always set: the user's, or one the engine derived
+    token_ids: np.ndarray  # int32: prompt and output so far; its length is the position of the token being sampled
+    num_prompt: int  # the first num_prompt of token_ids are the prompt
+    stop_ids: tuple[int, ...] = ()  # eos and stop_token_ids: banned while there are fewer than min_tokens outputs
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        return self.token_ids[self.num_prompt :]
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """One position: the sampled (or prompt) token first, then the most likely ones without it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]  # 1 + the number of strictly more likely tokens for the first; 1, 2, ... for the others
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]  # None where the row did not ask

@@ -1,0 +1,48 @@
+"""What a model on disk offers to the loader, whatever its format.
+
+Only safetensors and GGUF are read: both are plain data. Pickle-based formats run code when they are opened and are
+refused, and code that a model folder brings along (`auto_map`, modeling_*.py) is never imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.errors import ModelError
+from nanovllm.weights.gguf_checkpoint import GGUFCheckpoint
+from nanovllm.weights.safetensors_folder import SafetensorsFolder
+
+
+class Checkpoint(Protocol):
+    path: Path
+    config: dict[str, Any]  # the shape of Hugging Face's config.json, for GGUF too
+    generation_config: dict[str, Any]  # {} when absent
+
+    def names(self) -> list[str]:
+        """Hugging Face tensor names. Empty when the folder holds a config only."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU as stored (quantised GGUF: float32), touched only now. Not to be written to: it may
+        be the file itself, mapped into memory."""
+
+    def load_tokenizer(self) -> Any:
+        """A transformers fast tokenizer; ModelError if there is none."""
+
+    def close(self) -> None: ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """`path`: a folder in Hugging Face layout, or a .gguf file."""
+    path = Path(path)
+    if path.is_dir():
+        return SafetensorsFolder(path)
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or folder; give a model folder (with config.json) or a .gguf file.")
+    if path.suffix.lower() == ".gguf":
+        return GGUFCheckpoint(path)
+    raise ModelError(f"{path}: not a .gguf file; for safetensors give the folder that holds config.json.")

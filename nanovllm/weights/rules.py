@@ -1,0 +1,44 @@
+"""Rules: checkpoint names -> parameters of the model, as data.
+
+A rule's source is a pattern over the *whole* name, so no name can match by accident: `{i}` stands for a number,
+`{x:a|b}` for one of the listed words. What a field caught may be used in the target; a field called `part` says
+which of the stacked pieces of the target it fills. A target of None drops the tensor on purpose.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Rule:
+    source: str
+    target: str | None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        text = re.escape(self.source)
+        text = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", text)
+        text = re.sub(
+            r"\\\{(\w+):(.*?)\\\}", lambda m: f"(?P<{m[1]}>{m[2]})".replace(r"\|", "|"), text
+        )
+        return re.compile(text)
+
+    def match(self, name: str) -> Destination | None:
+        found = self._pattern.fullmatch(name)
+        if found is None:
+            return None
+        fields = found.groupdict()
+        return Destination(self.target and self.target.format(**fields), fields.get("part", ""))
+
+
+@dataclass(frozen=True)
+class Destination:
+    parameter: str | None
+    part: str
+
+
+def find_destination(rules: tuple[Rule, ...], name: str) -> Destination | None:
+    return next((found for rule in rules if (found := rule.match(name))), None)

@@ -1,0 +1,162 @@
+"""A model folder in Hugging Face layout: config.json, *.safetensors (one file, or shards with an index), tokenizer.
+
+Weights may be absent: such a folder still serves dummy loading. Shards are mapped into memory, so opening costs their
+headers and reading a tensor costs that tensor. Which tensor is in which shard is taken from the shards themselves; the
+index only says which files belong to the model, and must agree with them.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanovllm.errors import ModelError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class SafetensorsFolder:
+    """Meets `Checkpoint` (checkpoint.py)."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = _read_config(path)
+        generation = path / "generation_config.json"
+        self.generation_config = read_json(generation) if generation.is_file() else {}
+        self._shards: list[Any] = []  # open files
+        self._shard_of: dict[str, Any] = {}  # tensor name -> open file
+        try:
+            self._open_shards()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_shards(self) -> None:
+        weight_map = _read_index(self.path)
+        file_of: dict[str, str] = {}
+        for file_name in _shard_names(self.path, weight_map):
+            shard = _open_shard(self.path / file_name)
+            self._shards.append(shard)
+            for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                if name in file_of:
+                    where = f"{file_of[name]} and {file_name}"
+                    raise ModelError(f"{self.path}: tensor {name} is in two files, {where}; remove one of them.")
+                file_of[name] = file_name
+                self._shard_of[name] = shard
+        for name, file_name in weight_map.items():
+            if file_of.get(name) != file_name:
+                index = self.path / _INDEX
+                raise ModelError(f"{index}: says that {name} is in {file_name}, but it is not; get the model again.")
+
+    def names(self) -> list[str]:
+        return list(self._shard_of)
+
+    def _shard(self, name: str) -> Any:
+        if name not in self._shard_of:
+            raise ModelError(f"{self.path}: has no tensor {name}.")
+        return self._shard_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._shard(name).get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        try:
+            return self._shard(name).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
+
+    def load_tokenizer(self) -> Any:
+        return load_tokenizer(self.path)
+
+    def close(self) -> None:
+        self._shard_of.clear()
+        while self._shards:
+            self._shards.pop().__exit__(None, None, None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ModelError(f"{path}: not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if path.is_file():
+        return read_json(path)
+    gguf = sorted(file.name for file in folder.glob("*.gguf"))
+    hint = f" Give one of its GGUF files instead: {', '.join(gguf)}." if gguf else ""
+    raise ModelError(f"{path}: missing; a model folder needs one (Hugging Face layout).{hint}")
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name; {} without an index. As in transformers, a single model.safetensors goes first."""
+    path = folder / _INDEX
+    if (folder / _SINGLE).is_file() or not path.is_file():
+        return {}
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path}: weight_map must be an object of tensor name -> file name.")
+    for name, file_name in weight_map.items():
+        # Plain names only: an index must not reach out of its folder.
+        plain = isinstance(file_name, str) and file_name.endswith(".safetensors")
+        if not plain or any(sign in file_name for sign in ("/", "\\", ":", "\0")):
+            raise ModelError(f"{path}: {name} -> {file_name!r}: must name a .safetensors file in this folder.")
+    return weight_map
+
+
+def _shard_names(folder: Path, weight_map: dict[str, str]) -> list[str]:
+    if weight_map:
+        files = sorted(set(weight_map.values()))
+        missing = [name for name in files if not (folder / name).is_file()]
+        if missing:
+            names = ", ".join(missing[:5])
+            raise ModelError(f"{folder}: {len(missing)} of {len(files)} shards are missing: {names}; get them first.")
+        return files
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLED)
+    if pickled and not files:
+        raise ModelError(
+            f"{folder}: holds {pickled[0]} but no safetensors. Pickled weights can run code and are never opened; "
+            "convert them to safetensors, or get the safetensors version of the model."
+        )
+    return files
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt", device="cpu").__enter__()
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"{path}: not a whole safetensors file ({error}); get it again.") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, from its data files only; nothing is fetched and no code of the folder is run."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import, so only here
+
+    options = {"trust_remote_code": False, "local_files_only": True}
+    has_fast = (folder / "tokenizer.json").is_file()
+    if not has_fast and not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+        raise ModelError(f"{folder}: has no tokenizer (tokenizer.json); put the model's tokenizer files there.")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), **options)
+    except Exception as first:
+        # A tokenizer class of the folder's own is not run; tokenizer.json is complete without it.
+        if has_fast:
+            with suppress(Exception):  # the first error is the one to report
+                return PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded ({first}).") from first
