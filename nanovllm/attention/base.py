@@ -44,11 +44,14 @@ class AttentionBatch:
     device_query_starts: torch.Tensor  # int32 [sequences + 1]
     device_context_lens: torch.Tensor  # int32 [sequences]
     device_block_tables: torch.Tensor  # int32 [sequences, most blocks of any]
-    slots: torch.Tensor  # int64 [tokens]: where this step's K and V are stored
+    slots: torch.Tensor  # int64 [tokens]: where this step's K and V are stored; -1 = padding, not stored
+    num_decodes: int = 0  # so many leading sequences have one query each
+    max_context_len: int = 0  # an upper bound, known on the host; fixed when a graph is captured
 
 
 class AttentionBackend(Protocol):
     name: str
+    graph_safe: bool  # attend may be captured in a graph: fixed launches, no host sync
 
     def rejects(self, spec: AttentionSpec, device: Device) -> str | None: ...
 

@@ -21,6 +21,7 @@ from nanovllm.hardware.device import Device
 
 class SdpaBackend:
     name = "sdpa"
+    graph_safe = False
 
     def rejects(self, spec: AttentionSpec, device: Device) -> str | None:
         return None

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.attention.sdpa import SdpaBackend, SdpaMathBackend
+from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 
-BACKENDS: tuple[AttentionBackend, ...] = (SdpaBackend(), SdpaMathBackend())  # best first
+BACKENDS: tuple[AttentionBackend, ...] = (TritonBackend(), SdpaBackend(), SdpaMathBackend())  # best first
 
 
 @dataclass(frozen=True)

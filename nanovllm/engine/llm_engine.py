@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -24,9 +25,11 @@ from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.errors import ConfigError, EngineDeadError, RequestError
 from nanovllm.executor.local import LocalExecutor
+from nanovllm.executor.model_runner import InFlight
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
+from nanovllm.sampling.plain import is_plain
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.plan import StepPlan, StepResult
@@ -86,6 +89,9 @@ class LLMEngine:
         self.stats = StepStats()
         self._requests: dict[str, Request] = {}
         self._by_seq: dict[int, tuple[Request, Completion]] = {}
+        self._flights: deque[tuple[StepPlan, InFlight, float]] = deque()  # (plan, its computation, when it began)
+        self._last_landing = 0.0
+        self._num_host_sampled = 0  # running requests that need the full sampler
         self._seq_ids = itertools.count()
         self._request_count = itertools.count()
         self._closed = False
@@ -136,6 +142,7 @@ class LLMEngine:
             raise RequestError(f"request_id={request_id!r} is already running: ids must be unique")
         request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
         self._requests[request_id] = request
+        self._num_host_sampled += not is_plain(params)
         bad_words = self.inputs.bad_words_ids(params.bad_words) if params.bad_words else ()  # type: ignore[arg-type]
         number = next(self._request_count)
         for index in range(params.n):
@@ -185,39 +192,61 @@ class LLMEngine:
         """Compute one step. Returns the requests that moved (those added with final_only: that ended)."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
-        started = time.monotonic()
-        plan = self.scheduler.schedule()
-        touched = {self._by_seq[seq.seq_id][0].request_id for seq in self.scheduler.take_ended()}
-        if plan.entries:
-            for arrival in plan.arrivals:
-                request = self._by_seq[arrival.seq_id][0]
-                request.first_scheduled_time = request.first_scheduled_time or started
-            try:
-                result = self.executor.launch(plan).result()
-            except Exception as error:
-                logger.exception("step %d failed; its %d sequences end with an error", plan.step_id, len(plan.entries))
-                failed = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
-                touched |= {self._by_seq[seq.seq_id][0].request_id for seq in failed}
-            else:
-                touched |= self._record(plan, result, started)
-        return self._collect(touched)
+        ended: list[Sequence] = []
+        # A request that the host samples for must have its tokens known before the next step is planned.
+        depth = self.executor.overlap if self._num_host_sampled == 0 else 1
+        while len(self._flights) < depth and self._launch_next(ended):
+            pass
+        if self._flights:
+            ended += self._land()
+        return self._collect({self._by_seq[seq.seq_id][0].request_id for seq in ended})
 
-    def _record(self, plan: StepPlan, result: StepResult, started: float) -> set[str]:
+    def _launch_next(self, ended: list[Sequence]) -> bool:
+        """Plan a step and start it; False if there is nothing to compute (yet)."""
+        plan = self.scheduler.schedule()
+        ended += self.scheduler.take_ended()
+        if not plan.entries:
+            return False
+        now = time.monotonic()
+        for arrival in plan.arrivals:
+            request = self._by_seq[arrival.seq_id][0]
+            request.first_scheduled_time = request.first_scheduled_time or now
+        self._observe_blocks()
+        try:
+            self._flights.append((plan, self.executor.launch(plan), now))
+        except Exception as error:
+            ended += self._fail(plan, error)
+        return True
+
+    def _land(self) -> list[Sequence]:
+        """Wait for the oldest step in flight and record what it gave; the sequences that moved."""
+        plan, in_flight, started = self._flights.popleft()
+        try:
+            result = in_flight.result()
+        except Exception as error:
+            return self._fail(plan, error)
+        return self._record(plan, result, max(started, self._last_landing))
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[Sequence]:
+        logger.error("step %d failed: its sequences end with an error", plan.step_id, exc_info=error)
+        self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
+        return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+
+    def _record(self, plan: StepPlan, result: StepResult, started: float) -> list[Sequence]:
         for entry in plan.entries:
             if entry.seq_id in result.prompt_logprobs and entry.seq_id in self._by_seq:
                 request, completion = self._by_seq[entry.seq_id]
                 if completion is request.completions[0]:
                     request.add_prompt_logprobs(entry.start, result.prompt_logprobs[entry.seq_id])
-        self._observe_blocks()
         progress = self.scheduler.commit(plan, result)
-        now = time.monotonic()
+        now = self._last_landing = time.monotonic()
         for moved in progress:
             request, completion = self._by_seq[moved.seq.seq_id]
             request.first_token_time = request.first_token_time or now
             if moved.logprobs:
                 request.add_logprobs(completion, moved.logprobs)
         self._count(plan, progress, now - started)
-        return {self._by_seq[moved.seq.seq_id][0].request_id for moved in progress}
+        return [moved.seq for moved in progress]
 
     def _collect(self, touched: set[str]) -> list[RequestOutput]:
         outputs = []
@@ -234,6 +263,7 @@ class LLMEngine:
 
     def _drop(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self._num_host_sampled -= not is_plain(request.params)
         for completion in request.completions:
             del self._by_seq[completion.seq.seq_id]
 

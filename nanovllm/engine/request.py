@@ -59,6 +59,10 @@ class Request:
     first_token_time: float | None = None
     finished_time: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing comes before the first token
+
     @property
     def finished(self) -> bool:
         return all(completion.seq.finished for completion in self.completions)
@@ -74,8 +78,7 @@ class Request:
 
     def add_prompt_logprobs(self, start: int, scores: list[TokenLogprobs]) -> None:
         """scores[i] is of the token at start + i + 1. A preempted prompt is computed anew: positions known are kept."""
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = [None]  # nothing comes before the first token
+        assert self.prompt_logprobs is not None
         for i, score in enumerate(scores):
             if start + i + 1 == len(self.prompt_logprobs):
                 self.prompt_logprobs.append(self._position(score))

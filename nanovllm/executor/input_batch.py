@@ -89,8 +89,20 @@ class InputBatch:
             arrival.bad_words_ids,
         )  # fmt: skip
 
+    def row(self, seq_id: int) -> int:
+        return self._rows[seq_id]
+
+    def known_tokens(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int32: tokens at these places, -1 where a step in flight has yet to sample it."""
+        lens = np.array([self._lens[row] for row in rows])
+        return np.where(positions < lens, self._tokens[rows, np.minimum(positions, self._tokens.shape[1] - 1)], -1)
+
+    def block_table_rows(self, rows: list[int], num_blocks: int) -> np.ndarray:
+        return self._block_tables[rows, :num_blocks]
+
     def append(self, seq_id: int, token_id: int) -> None:
-        row = self._rows[seq_id]
+        if (row := self._rows.get(seq_id, -1)) < 0:
+            return  # it left while the step that sampled this token was in flight
         if self._lens[row] < self._tokens.shape[1]:  # the very last token of max_model_len is never fed back
             self._tokens[row, self._lens[row]] = token_id
         self._lens[row] += 1

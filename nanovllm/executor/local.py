@@ -7,36 +7,32 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from nanovllm.attention.select import Selection, select_backend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.executor.kv_cache import CacheLayout, block_bytes
-from nanovllm.executor.model_runner import ModelRunner
+from nanovllm.executor.input_batch import InputBatch
+from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
+from nanovllm.executor.model_runner import InFlight, ModelRunner
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, Transformer, attention_specs
-from nanovllm.scheduling.plan import StepPlan, StepResult
+from nanovllm.ops.opset import choose_ops
+from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import load_dummy, load_weights
 
 logger = logging.getLogger("nanovllm")
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """A step that was started. Whoever holds it is the one who may ask for its result, once."""
+class Runner(Protocol):
+    overlap: int
 
-    _result: StepResult
-
-    def result(self) -> StepResult:
-        return self._result
+    def launch(self, plan: StepPlan) -> InFlight: ...
 
 
 class LocalExecutor:
@@ -59,14 +55,13 @@ class LocalExecutor:
         if config.num_kvcache_blocks is None and layout.num_blocks > most and not self.device.is_gpu:
             layout = CacheLayout(block_size, most, block_bytes(specs, block_size))  # more could never be used at once
         self.layout = layout
-        self.runner = ModelRunner(model, layout, self.device, config.max_num_seqs, max_model_len)
+        self.runner = self._make_runner(config, model, max_model_len)
 
     def _load(
         self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, max_model_len: int
     ) -> Transformer:
-        like = torch.empty(0, dtype=self.dtype, device=self.device.torch_device)
-        parts = Parts(self.selection.backend, like, Parallel(), max_model_len)
-        model = find_family(model_config)(model_config, parts)
+        build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu), Parallel())
+        model = find_family(model_config)(model_config, Parts(build, self.selection.backend, max_model_len))
         if config.load_format == "dummy":
             load_dummy(model, config.seed)
         else:
@@ -81,8 +76,25 @@ class LocalExecutor:
             return int(config.cpu_kvcache_gb * 2**30)
         return min(free, int(total * config.gpu_memory_utilization) - self.device.allocated_bytes())
 
+    def _make_runner(self, config: EngineConfig, model: Transformer, max_model_len: int) -> Runner:
+        seqs = config.max_num_seqs
+        if self.device.is_gpu and model.ops.name == "triton" and self.selection.backend.graph_safe:
+            from nanovllm.executor.gpu_runner import GpuRunner
+
+            runner = GpuRunner(model, self.layout, self.device, seqs, max_model_len, eager=config.enforce_eager)
+            runner.capture()
+            return runner
+        caches = allocate(self.layout, model.specs, self.device)
+        batch = InputBatch(seqs, max_model_len, self.layout.block_size)
+        return ModelRunner(model, self.layout, self.device, caches, batch)
+
+    @property
+    def overlap(self) -> int:
+        """How many plans may be launched before the first is committed."""
+        return self.runner.overlap
+
     def launch(self, plan: StepPlan) -> InFlight:
-        return InFlight(self.runner.execute(plan))
+        return self.runner.launch(plan)
 
     def close(self) -> None:
         if hasattr(self, "runner"):

@@ -2,48 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBatch
 from nanovllm.executor.input_batch import InputBatch, StepArrays
-from nanovllm.executor.kv_cache import CacheLayout, allocate
+from nanovllm.executor.kv_cache import CacheLayout
 from nanovllm.hardware.device import Device
-from nanovllm.layers.attention import Step
+from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
-from nanovllm.sampling.rows import TokenLogprobs
+from nanovllm.sampling.plain import is_plain
+from nanovllm.sampling.rows import SampledTokens, TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs, sample
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
+DrawPlain = Callable[[torch.Tensor, list[int]], list[int]]  # (logits, seq_ids) -> tokens
 LOGIT_ROWS = 256  # prompt logprobs are made in pieces of so many rows: [256, vocab] in fp32 is 156 MB at 152k tokens
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """A step that was started. Its one owner asks for the result, once."""
+
+    _finish: Callable[[], StepResult]
+
+    def result(self) -> StepResult:
+        return self._finish()
+
+
 class ModelRunner:
+    overlap = 1  # computes inside launch: there is nothing to overlap with
+
     def __init__(
-        self, model: Transformer, layout: CacheLayout, device: Device, max_num_seqs: int, max_model_len: int
-    ) -> None:
+        self, model: Transformer, layout: CacheLayout, device: Device, caches: list[KVCache], batch: InputBatch,
+        draw_plain: DrawPlain | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.device = device
         self.layout = layout
-        self._caches = allocate(layout, model.specs, device)
-        self._batch = InputBatch(max_num_seqs, max_model_len, layout.block_size)
+        self._caches = caches
+        self._batch = batch
+        self._draw_plain = draw_plain  # another way to sample the rows that need no more than a temperature
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        result = self.execute(plan)
+        return InFlight(lambda: result)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         self._batch.apply(plan)
+        return self.compute(plan)
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """The plan is already applied to the batch."""
         sampling = [entry for entry in plan.entries if entry.samples]
         result = StepResult(token_ids=[[] for _ in sampling], logprobs=[[] for _ in sampling])
         for offset in range(plan.num_steps):
             hidden = self._forward(plan.entries, offset, result)
             if not sampling:
                 break
-            rows = [self._batch.sampling_row(entry.seq_id) for entry in sampling]
-            sampled = sample(self.model.logits(hidden), rows)
+            sampled = self._sample(self.model.logits(hidden), [entry.seq_id for entry in sampling])
             for i, entry in enumerate(sampling):
                 self._batch.append(entry.seq_id, sampled.token_ids[i])
                 result.token_ids[i].append(sampled.token_ids[i])
                 result.logprobs[i].append(sampled.logprobs[i])  # type: ignore[index]
         return result
+
+    def _sample(self, logits: torch.Tensor, seq_ids: list[int]) -> SampledTokens:
+        rows = [self._batch.sampling_row(seq_id) for seq_id in seq_ids]
+        plain = [i for i, row in enumerate(rows) if self._draw_plain and is_plain(row.params)]
+        if not plain or self._draw_plain is None:
+            return sample(logits, rows)
+        drawn = self._draw_plain(logits[plain], [seq_ids[i] for i in plain])
+        others = [i for i in range(len(rows)) if i not in set(plain)]
+        sampled = sample(logits[others], [rows[i] for i in others])
+        merged = SampledTokens([0] * len(rows), [None] * len(rows))
+        for i, token_id in zip(plain, drawn):
+            merged.token_ids[i] = token_id
+        for i, token_id, logprobs in zip(others, sampled.token_ids, sampled.logprobs):
+            merged.token_ids[i], merged.logprobs[i] = token_id, logprobs
+        return merged
 
     def _forward(self, entries: tuple[PlanEntry, ...], offset: int, result: StepResult) -> torch.Tensor:
         """Hidden states of the rows to sample from; prompt logprobs go straight into the result."""
@@ -88,15 +129,17 @@ class ModelRunner:
             attention=AttentionBatch(
                 query_lens=np.diff(arrays.query_starts).tolist(),
                 context_lens=arrays.context_lens.tolist(),
-                blocks=self._block_indices(arrays),
+                blocks=self.block_indices(arrays),
                 device_query_starts=to_device(arrays.query_starts),
                 device_context_lens=to_device(arrays.context_lens),
                 device_block_tables=to_device(arrays.block_tables),
                 slots=to_device(arrays.slots),
+                num_decodes=int((np.diff(arrays.query_starts) == 1).cumprod().sum()),  # leading ones only
+                max_context_len=int(arrays.context_lens.max()),
             ),
         )
 
-    def _block_indices(self, arrays: StepArrays) -> list[slice | torch.Tensor]:
+    def block_indices(self, arrays: StepArrays) -> list[slice | torch.Tensor]:
         indices: list[slice | torch.Tensor] = []
         counts = -(-arrays.context_lens // self.layout.block_size)
         for blocks, count in zip(arrays.block_tables, counts.tolist()):

@@ -12,11 +12,8 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
-from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.build import Build
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from nanovllm.ops.kv_cache import store_kv
-from nanovllm.ops.norm import rms_norm
-from nanovllm.ops.rotary import apply_rotary
 
 
 @dataclass(frozen=True)
@@ -25,50 +22,51 @@ class Step:
 
     token_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    logit_rows: torch.Tensor  # int64: the tokens whose logits are wanted
+    logit_rows: torch.Tensor | None  # int64: the tokens whose logits are wanted; None = all
     attention: AttentionBatch
 
 
 KVCache = tuple[torch.Tensor, torch.Tensor]  # of one layer: [blocks, block_size, kv_heads, head_dim] each
 
 
+@dataclass(frozen=True)
+class Rope:
+    """Angles for the tokens of a step, in the form the operators want them (ops/opset.py)."""
+
+    cos_sin: torch.Tensor
+    positions: torch.Tensor | None
+
+
 class HeadNorm(nn.Module):
-    """RMSNorm over each head of q and k (Qwen3)."""
+    """The weight of an RMSNorm over each head of q or k (Qwen3); applied together with RoPE."""
 
-    def __init__(self, head_dim: int, eps: float, like: torch.Tensor) -> None:
+    def __init__(self, head_dim: int, build: Build) -> None:
         super().__init__()
-        self.weight = nn.Parameter(like.new_empty(head_dim), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        self.weight = build.parameter(head_dim)
 
 
 class Attention(nn.Module):
     def __init__(
-        self, hidden: int, spec: AttentionSpec, backend: AttentionBackend, like: torch.Tensor, parallel: Parallel,
-        qkv_bias: bool, out_bias: bool, head_norm_eps: float | None,
+        self, hidden: int, spec: AttentionSpec, backend: AttentionBackend, build: Build,
+        qkv_bias: bool = False, out_bias: bool = False, head_norm_eps: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.spec = spec
         self.backend = backend
-        heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qkv = QKVParallelLinear(
-            hidden, heads * parallel.size, kv_heads * parallel.size, head_dim, qkv_bias, like, parallel
-        )
-        self.out = RowParallelLinear(heads * parallel.size * head_dim, hidden, out_bias, like, parallel)
-        self.q_norm = HeadNorm(head_dim, head_norm_eps, like) if head_norm_eps else None
-        self.k_norm = HeadNorm(head_dim, head_norm_eps, like) if head_norm_eps else None
+        self.ops = build.ops
+        heads, kv_heads = spec.num_heads * build.parallel.size, spec.num_kv_heads * build.parallel.size
+        self.qkv = QKVParallelLinear(hidden, heads, kv_heads, spec.head_dim, qkv_bias, build)
+        self.out = RowParallelLinear(heads * spec.head_dim, hidden, out_bias, build)
+        self.head_norm_eps = head_norm_eps
+        if head_norm_eps is not None:
+            self.q_norm = HeadNorm(spec.head_dim, build)
+            self.k_norm = HeadNorm(spec.head_dim, build)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, step: Step, cache: KVCache) -> torch.Tensor:
-        """cos_sin [tokens, rotary_dim]: gathered once a step, the same for every layer."""
-        spec = self.spec
-        qkv = self.qkv(x).view(len(x), -1, spec.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
-        q, k, v = qkv.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, k, cos_sin, None)
-        k_cache, v_cache = cache
-        store_kv(k, v, k_cache, v_cache, step.attention.slots)
-        out = self.backend.attend(q, k_cache, v_cache, step.attention, spec)
+    def forward(self, x: torch.Tensor, rope: Rope, step: Step, cache: KVCache) -> torch.Tensor:
+        norms = None if self.head_norm_eps is None else (self.q_norm.weight, self.k_norm.weight)
+        q = self.ops.qk_norm_rope(  # [tokens, heads, head_dim]; this step's K and V are in the cache after it
+            self.qkv(x), norms, self.head_norm_eps or 0.0, rope.cos_sin, rope.positions, *cache, step.attention.slots,
+            self.spec.num_heads,
+        )  # fmt: skip
+        out = self.backend.attend(q, *cache, step.attention, self.spec)
         return self.out(out.flatten(1))

@@ -6,22 +6,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.ops.linear import linear
+from nanovllm.layers.build import Build
 
 
 class VocabEmbedding(nn.Module):
-    def __init__(self, vocab_size: int, size: int, like: torch.Tensor) -> None:
+    def __init__(self, vocab_size: int, size: int, build: Build) -> None:
         super().__init__()
-        self.weight = nn.Parameter(like.new_empty(vocab_size, size), requires_grad=False)
+        self.weight = build.parameter(vocab_size, size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.weight)
 
 
 class LMHead(nn.Module):
-    def __init__(self, vocab_size: int, size: int, like: torch.Tensor, tied: VocabEmbedding | None) -> None:
+    def __init__(self, vocab_size: int, size: int, build: Build, tied: VocabEmbedding | None) -> None:
         super().__init__()
-        self.weight = tied.weight if tied else nn.Parameter(like.new_empty(vocab_size, size), requires_grad=False)
+        self.weight = tied.weight if tied else build.parameter(vocab_size, size)
+        self.ops = build.ops
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight)
+        return self.ops.linear(x, self.weight)

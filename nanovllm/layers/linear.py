@@ -10,54 +10,51 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.hardware.parallel import Parallel
-from nanovllm.ops.linear import linear
+from nanovllm.layers.build import Build
 
 
 class Linear(nn.Module):
     """y = x @ weight.T + bias, with weight [rows, columns] filled by one or more named parts of the checkpoint."""
 
-    def __init__(self, in_size: int, parts: dict[str, int], bias: bool, like: torch.Tensor) -> None:
+    def __init__(self, in_size: int, parts: dict[str, int], bias: bool, build: Build) -> None:
         super().__init__()
         self.parts = parts  # name -> number of rows, in order
-        rows = sum(parts.values())
-        self.weight = nn.Parameter(like.new_empty(rows, in_size), requires_grad=False)
-        self.bias = nn.Parameter(like.new_empty(rows), requires_grad=False) if bias else None
+        self.ops = build.ops
+        self.weight = build.parameter(sum(parts.values()), in_size)
+        self.bias = build.parameter(sum(parts.values())) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
 
 class ColumnParallelLinear(Linear):
-    def __init__(self, in_size: int, out_size: int, bias: bool, like: torch.Tensor, parallel: Parallel) -> None:
-        super().__init__(in_size, {"": parallel.share(out_size, "output size")}, bias, like)
+    def __init__(self, in_size: int, out_size: int, bias: bool, build: Build) -> None:
+        super().__init__(in_size, {"": build.parallel.share(out_size, "output size")}, bias, build)
 
 
 class MergedColumnParallelLinear(Linear):
     """gate and up of an MLP: two column-parallel layers over one input."""
 
-    def __init__(
-        self, in_size: int, out_sizes: dict[str, int], bias: bool, like: torch.Tensor, parallel: Parallel
-    ) -> None:
-        super().__init__(in_size, {k: parallel.share(n, "intermediate_size") for k, n in out_sizes.items()}, bias, like)
+    def __init__(self, in_size: int, out_sizes: dict[str, int], bias: bool, build: Build) -> None:
+        shares = {part: build.parallel.share(size, "intermediate_size") for part, size in out_sizes.items()}
+        super().__init__(in_size, shares, bias, build)
 
 
 class QKVParallelLinear(Linear):
     """Query, key and value projections, split by heads."""
 
     def __init__(
-        self, in_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, like: torch.Tensor,
-        parallel: Parallel,
-    ) -> None:  # fmt: skip
-        q_rows = parallel.share(num_heads, "num_attention_heads") * head_dim
-        kv_rows = parallel.share(num_kv_heads, "num_key_value_heads") * head_dim
-        super().__init__(in_size, {"q": q_rows, "k": kv_rows, "v": kv_rows}, bias, like)
+        self, in_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, build: Build
+    ) -> None:
+        q_rows = build.parallel.share(num_heads, "num_attention_heads") * head_dim
+        kv_rows = build.parallel.share(num_kv_heads, "num_key_value_heads") * head_dim
+        super().__init__(in_size, {"q": q_rows, "k": kv_rows, "v": kv_rows}, bias, build)
 
 
 class RowParallelLinear(Linear):
-    def __init__(self, in_size: int, out_size: int, bias: bool, like: torch.Tensor, parallel: Parallel) -> None:
-        super().__init__(parallel.share(in_size, "input size"), {"": out_size}, bias, like)
-        self.parallel = parallel
+    def __init__(self, in_size: int, out_size: int, bias: bool, build: Build) -> None:
+        super().__init__(build.parallel.share(in_size, "input size"), {"": out_size}, bias, build)
+        self.parallel = build.parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parallel.all_reduce(linear(x, self.weight, self.bias))
+        return self.parallel.all_reduce(super().forward(x))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.build import Build
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.ops.activation import silu_mul
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden: int, intermediate: int, bias: bool, like: torch.Tensor, parallel: Parallel) -> None:
+    def __init__(self, hidden: int, intermediate: int, bias: bool, build: Build) -> None:
         super().__init__()
-        sizes = {"gate": intermediate, "up": intermediate}
-        self.gate_up = MergedColumnParallelLinear(hidden, sizes, bias, like, parallel)
-        self.down = RowParallelLinear(intermediate, hidden, bias, like, parallel)
+        self.gate_up = MergedColumnParallelLinear(hidden, {"gate": intermediate, "up": intermediate}, bias, build)
+        self.down = RowParallelLinear(intermediate, hidden, bias, build)
+        self.ops = build.ops
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down(self.ops.silu_mul(self.gate_up(x)))

@@ -14,7 +14,8 @@ from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.hardware.parallel import Parallel
-from nanovllm.layers.attention import Attention, KVCache, Step
+from nanovllm.layers.attention import Attention, KVCache, Rope, Step
+from nanovllm.layers.build import Build
 from nanovllm.layers.embedding import LMHead, VocabEmbedding
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
@@ -37,9 +38,8 @@ class Style:
 class Parts:
     """What a model is built from besides its config: everything that depends on the machine and not on the family."""
 
+    build: Build
     backend: AttentionBackend
-    like: torch.Tensor  # an empty tensor with the device and dtype that parameters get
-    parallel: Parallel
     max_model_len: int
 
 
@@ -61,20 +61,20 @@ RULES = (
 class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, style: Style, parts: Parts, spec: AttentionSpec) -> None:
         super().__init__()
-        like, parallel, eps = parts.like, parts.parallel, config.rms_norm_eps
-        self.attention_norm = RMSNorm(config.hidden_size, eps, like)
+        build, eps = parts.build, config.rms_norm_eps
+        self.attention_norm = RMSNorm(config.hidden_size, eps, build)
         self.attention = Attention(
-            config.hidden_size, spec, parts.backend, like, parallel,
+            config.hidden_size, spec, parts.backend, build,
             qkv_bias=style.qkv_bias, out_bias=style.out_bias, head_norm_eps=eps if style.head_norm else None,
         )  # fmt: skip
-        self.mlp_norm = RMSNorm(config.hidden_size, eps, like)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, like, parallel)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, build)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, step: Step, cache: KVCache
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, cache: KVCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attention_norm(x, residual)
-        x = self.attention(x, cos_sin, step, cache)
+        x = self.attention(x, rope, step, cache)
         x, residual = self.mlp_norm(x, residual)
         return self.mlp(x), residual
 
@@ -84,24 +84,28 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, style: Style, parts: Parts) -> None:
         super().__init__()
-        like = parts.like
-        self.specs = attention_specs(config, like.dtype, parts.parallel)  # one per layer
-        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, like)
+        build = parts.build
+        self.ops = build.ops
+        self.specs = attention_specs(config, build.dtype, build.parallel)  # one per layer
+        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList([DecoderLayer(config, style, parts, spec) for spec in self.specs])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, like)
-        self.head = LMHead(config.vocab_size, config.hidden_size, like, self.embed if config.tie_word_embeddings else None)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        tied = self.embed if config.tie_word_embeddings else None
+        self.head = LMHead(config.vocab_size, config.hidden_size, build, tied)
         table = cos_sin_table(config.rope, config.max_position_embeddings, parts.max_model_len)
-        self.register_buffer("cos_sin", table.to(like.device), persistent=False)
+        self.register_buffer("cos_sin", table.to(build.device), persistent=False)
 
     def forward(self, step: Step, caches: list[KVCache]) -> torch.Tensor:
         """Final hidden states of the rows whose logits are wanted, [len(step.logit_rows), hidden]."""
         x, residual = self.embed(step.token_ids), None  # [tokens, hidden]
-        cos_sin = self.cos_sin.index_select(0, step.positions)
+        rope = Rope(*self.ops.rope_inputs(self.cos_sin, step.positions))
         for layer, cache in zip(self.layers, caches):
-            x, residual = layer(x, residual, cos_sin, step, cache)
+            x, residual = layer(x, residual, rope, step, cache)
         assert residual is not None
         # The last norm and the head, the model's largest matrix, only see the rows that are asked for.
-        x, _ = self.norm(x[step.logit_rows], residual[step.logit_rows])
+        if step.logit_rows is not None:
+            x, residual = x[step.logit_rows], residual[step.logit_rows]
+        x, _ = self.norm(x, residual)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

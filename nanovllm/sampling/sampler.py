@@ -88,9 +88,10 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     points = uniforms([row.seed for row in rows], [len(row.token_ids) for row in rows])
     mass = integer_weights(logits).cumsum(-1, dtype=torch.float64)  # whole numbers
     total = mass[:, -1:]
-    # u < 1, but u * total may round up to total. The point is a whole number below total, and the token is the first
-    # whose mass exceeds it: one of weight 0 (banned, filtered) adds nothing to the mass before it, so is never first.
-    target = (torch.from_numpy(points).to(logits.device).unsqueeze(1) * total).floor_().minimum(total - 1)
+    # u is at most 1 - 2**-53 and total at most 2**53: u * total is rounded to less than total, so the target is a whole
+    # number below it. The token is the first whose mass exceeds the target: one of weight 0 (banned, filtered) adds
+    # nothing to the mass before it, so is never first.
+    target = (torch.from_numpy(points).to(logits.device).unsqueeze(1) * total).floor_()
     return torch.searchsorted(mass, target, right=True).squeeze(1)
 
 

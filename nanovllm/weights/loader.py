@@ -1,8 +1,8 @@
 """Loading weights, with a proof: every part of every parameter is filled exactly once, and nothing is left over.
 
-One tensor is read, copied into its place and dropped before the next, so loading needs the model plus one tensor. A
-parameter that no tensor filled would hold whatever was in memory: that is an error with its name, as is a tensor that no
-parameter wants.
+One tensor is read, copied into its place and dropped before the next, so loading needs the model plus one tensor.
+A parameter that no tensor filled would hold whatever was in memory: that is an error with its name, as is a tensor that
+no parameter wants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load_dummy(model: nn.Module, seed: int) -> None:
 def load_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...], progress: bool = False) -> None:
     names = checkpoint.names()
     if not names:
-        raise ModelError(f"{checkpoint.path}: no weights (*.safetensors or .gguf) found; load_format='dummy' needs none")
+        raise ModelError(f"{checkpoint.path}: no *.safetensors found beside config.json (load_format='dummy' needs none)")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     expected = _expected_parts(model)
     tied = {name for name in parameters if name not in expected}  # another name of a parameter loaded elsewhere
@@ -71,7 +71,8 @@ def _copy(checkpoint: Checkpoint, name: str, parameter: torch.Tensor, rows: tupl
     target = parameter.data[rows[0] : rows[0] + rows[1]]
     shape = checkpoint.shape(name)
     if tuple(shape) != tuple(target.shape):
-        raise ModelError(f"{checkpoint.path}: {name!r} has shape {tuple(shape)}, config.json implies {tuple(target.shape)}")
+        wanted = tuple(target.shape)
+        raise ModelError(f"{checkpoint.path}: {name!r} has shape {tuple(shape)}, config.json implies {wanted}")
     target.copy_(checkpoint.read(name))
 
 

@@ -72,9 +72,8 @@ def byte_ids(kind, data):
     """One token per byte."""
     tokenizer = tokenizer_of(kind)
     if kind == "byte_level":
-        alphabet = {char: i for i, char in zip(range(256), _byte_chars())}
-        by_byte = {i: char for char, i in alphabet.items()}
-        return [tokenizer.convert_tokens_to_ids(by_byte[byte]) for byte in data]
+        chars = _byte_chars()
+        return [tokenizer.convert_tokens_to_ids(chars[byte]) for byte in data]
     return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in data]
 
 
@@ -261,6 +260,37 @@ def test_skip_special_tokens(kind):
         assert stream(make(kind, stop="<|end|>", skip_special_tokens=False), chunks)[1].string == "<|end|>"
 
 
+class Pieces:
+    """A byte-level tokenizer whose token i is any piece of bytes."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+def test_tokens_that_never_end_with_a_character():
+    text = "你" * 30  # cut as 2 bytes, 3 bytes, 3 bytes, ..., 1 byte
+    data = text.encode()
+    pieces = [data[:2], *(data[i : i + 3] for i in range(2, len(data), 3))]
+    for chunks in (singles(range(31)), [list(range(31))]):
+        detokenizer = Detokenizer(Pieces(pieces), [], SamplingParams())
+        texts, _, _ = stream(detokenizer, chunks)
+        assert texts[-1] == text
+        assert len(detokenizer._window) <= MAX_WINDOW + MAX_PENDING
+    assert texts[1] == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.one_of(st.binary(max_size=80), TEXTS.map(str.encode)), cuts=st.lists(st.integers(0, 99)), more=CUTS)
+def test_any_bytes_in_any_pieces(data, cuts, more):
+    pieces = chunked(data, cuts)
+    ids = list(range(len(pieces)))
+    for chunks in (singles(ids), [ids], chunked(ids, more)):
+        assert stream(Detokenizer(Pieces(pieces), [], SamplingParams()), chunks)[0][-1] == data.decode(errors="replace")
+
+
 def test_tokenizer_with_its_own_decode_is_respected():
     class Shouting:
         def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
@@ -369,6 +399,7 @@ def test_cost_does_not_grow_with_the_text():
     start = time.perf_counter()
     for i in ids:
         detokenizer.feed([i])
+        assert len(detokenizer._window) <= MAX_WINDOW
     one_by_one = (time.perf_counter() - start) / len(ids)
     calls = []
     bulk = make("byte_level", ids[:50], stop="never")

@@ -84,6 +84,11 @@ def test_banned_tokens_are_never_drawn_at_the_ends_of_the_cdf(monkeypatch):
     for u, token in ((0.0, 2), (0.4999, 2), (0.5, 4), (1 - 2**-53, 4)):
         monkeypatch.setattr("nanovllm.sampling.sampler.uniforms", lambda *_, u=u: np.array([u]))
         assert sample(x.clone(), [row()]).token_ids == [token]
+    # The largest uniform, for totals of all kinds: still the last token that is not banned.
+    monkeypatch.setattr("nanovllm.sampling.sampler.uniforms", lambda seeds, _: np.full(len(seeds), 1 - 2**-53))
+    many = torch.randn(500, 300, generator=torch.Generator().manual_seed(0)).clamp_(min=-3)
+    many[:, 290:] = -INF
+    assert set(sample(many, [row()] * 500).token_ids) == {289}
 
 
 # --- greedy ----------------------------------------------------------------------------------------------------------
@@ -237,6 +242,16 @@ def test_prompt_logprobs(num):
         assert report.ranks[0] == int((reference[i] > reference[i, ids[i]]).sum()) + 1
 
 
+def test_prompt_logprobs_of_broken_positions():
+    x = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
+    x[1, 4] = NAN
+    before = x.clone()
+    reports = prompt_logprobs(x, torch.tensor([0, 4, 2]), 1)
+    assert x.nan_to_num(7.0).equal(before.nan_to_num(7.0))  # the caller's tensor is not mended in place
+    assert reports[1].logprobs[0] == -INF
+    assert not any(math.isnan(value) for report in reports for value in report.logprobs)
+
+
 # --- broken and impossible rows --------------------------------------------------------------------------------------
 
 
@@ -291,6 +306,6 @@ def test_extremes():
 def test_non_contiguous_logits():
     x = torch.randn(6, 40, generator=torch.Generator().manual_seed(4))
     rows = [row(seed=i, bad_words_ids=[(i,)], logit_bias={20: 1.0}) for i in range(6)]
-    wide = torch.stack((x, x), -1)[..., 0]
+    wide = x.t().contiguous().t()
     assert not wide.is_contiguous()
     assert sample(wide, rows).token_ids == sample(x, rows).token_ids

@@ -215,7 +215,7 @@ class Simulation:
         self._round = 0
 
     def run(self) -> dict[int, Outcome]:
-        coming = sorted(self.requests.values(), key=lambda r: r.arrives, reverse=True)
+        coming = sorted(self.requests.values(), key=lambda r: (r.arrives, r.seq_id), reverse=True)
         leaving = sorted((r for r in coming if r.aborts is not None), key=lambda r: r.aborts or 0, reverse=True)
         work = sum(len(r.prompt) + r.stop.max_tokens for r in coming)
         limit = max((r.arrives for r in coming), default=0) + work * (len(coming) + 1) + 100

@@ -167,8 +167,8 @@ def choose_launch(batch: int, num_kv_heads: int, max_context_len: int, num_sms: 
 def fit_launch(launch: DecodeLaunch, head_dim: int, element_size: int, arch: tuple[int, int]) -> DecodeLaunch:
     """The same launch with tiles that fit shared memory: key and value tiles, num_stages of them in flight."""
     d = next_power_of_2(head_dim)
-    if arch < (8, 0):
-        return DecodeLaunch(launch.num_splits, 32, launch.num_warps, 1, launch.fused_merge)
+    if element_size == 4 or arch < (8, 0):  # no tensor cores: the product's operands lie in registers
+        return DecodeLaunch(launch.num_splits, 16, 4, 1, launch.fused_merge)
     limit = 160 * 1024 if arch in ((8, 0), (9, 0), (10, 0)) else 80 * 1024
     block_n, stages = launch.block_n, launch.num_stages
     while 2 * block_n * d * element_size * stages > limit and (stages > 2 or block_n > 32):

@@ -1,0 +1,51 @@
+"""Attention by our own Triton kernels, which read the paged cache in place: no gather, no dense copy, no host sync.
+
+Sequences with one query (decodes) go to the split-KV kernel, the others to the flash kernel; the runner sorts
+decodes first, so a mixed step is two launches over two slices.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from nanovllm.attention.base import AttentionBatch, AttentionSpec
+from nanovllm.hardware.device import Device
+
+
+class TritonBackend:
+    name = "triton"
+    graph_safe = True
+
+    def rejects(self, spec: AttentionSpec, device: Device) -> str | None:
+        if not device.is_gpu:
+            return "needs a GPU"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed (pip install triton)"
+        if device.capability is not None and device.capability < (7, 5):
+            return f"needs compute capability 7.5 (Turing) or newer, this card has {device.capability}"
+        if spec.head_dim > 256:
+            return f"head_dim={spec.head_dim}: at most 256"
+        return None
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        from nanovllm.ops.triton.decode_attention import decode_attention, launch_for
+        from nanovllm.ops.triton.prefill_attention import prefill_attention
+
+        n, num_seqs = batch.num_decodes, len(batch.device_context_lens)
+        lens, tables = batch.device_context_lens, batch.device_block_tables
+        out = torch.empty_like(q)
+        if n:
+            launch = launch_for(q[:n], spec.num_kv_heads, min(batch.max_context_len, spec.window or 2**31))
+            decode_attention(
+                q[:n], k_cache, v_cache, lens[:n], tables[:n], spec.scale, launch, window=spec.window, out=out[:n]
+            )
+        if n < num_seqs:
+            prefill_attention(
+                q[n:], k_cache, v_cache, batch.device_query_starts[n:] - n, lens[n:], tables[n:], spec.scale,
+                window=spec.window, out=out[n:],
+            )  # fmt: skip
+        return out

@@ -1,0 +1,99 @@
+"""What every benchmark prints: a table for people, then one line of JSON for tools, with where and when it was measured.
+
+No torch here: versions come from the installed packages' metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from nanovllm import __version__
+from nanovllm.errors import ConfigError
+
+RESULTS = Path("benchmarks/results")
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"nanovllm": __version__, "python": platform.python_version()}
+    for package in ("torch", "triton", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def make_report(kind: str, hardware: str | None, **facts: Any) -> dict[str, Any]:
+    return {
+        "benchmark": kind,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hardware": hardware or f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions(),
+        **facts,
+    }
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*[f"{value:,.3g}" if isinstance(value, float) and abs(value) < 100
+                        else f"{value:,.0f}" if isinstance(value, float) else str(value) for value in row])  # fmt: skip
+    # Into a pipe or a file there is no window to fit into, and 80 columns would break words.
+    console = Console(highlight=False)
+    console.print(table, width=console.width if console.is_terminal else 140)
+
+
+def finish(report: dict[str, Any], save: bool) -> None:
+    """The last line of stdout is the JSON line, whatever else was printed."""
+    if save:
+        stamp = report["date"].replace(":", "").replace("+0000", "Z")
+        path = RESULTS / f"{report['benchmark']}-{stamp}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"saved {path}")
+    print(json.dumps(report, allow_nan=False), flush=True)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """By linear interpolation between the two nearest ranks."""
+    assert values
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": sum(values) / len(values),
+        "p50": percentile(values, 50),
+        "p99": percentile(values, 99),
+        "max": max(values),
+    }
+
+
+def plot_bars(path: Path, title: str, unit: str, bars: dict[str, float]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(2 + 1.2 * len(bars), 4), layout="constrained")
+    axes = figure.subplots()
+    axes.bar_label(axes.bar(list(bars), list(bars.values())), fmt="%.3g")
+    axes.set_title(title)
+    axes.set_ylabel(unit)
+    figure.savefig(path)
+    print(f"plotted {path}")

@@ -1,0 +1,105 @@
+"""Tokens per second of a whole workload, every output of full length.
+
+Each repeat draws fresh prompts, so nothing that is timed was left in the prefix cache by the repeat before.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.bench.workload import Lengths, Workload, make_workload
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import EngineDeadError
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Run:
+    seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int  # really produced
+    token_ids: list[list[int]]
+    kv_waste: float  # slots of the blocks in use / tokens held, at the peak
+    num_preemptions: int
+    prefill_seconds: float
+
+    @property
+    def output_rate(self) -> float:
+        return self.num_output_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A workload before its random numbers are drawn."""
+
+    num_seqs: int
+    input_len: Lengths
+    output_len: Lengths
+
+    def draw(self, seed: int, vocab_size: int) -> Workload:
+        return make_workload(random.Random(seed), self.num_seqs, self.input_len, self.output_len, vocab_size)
+
+
+def run_workload(engine: LLMEngine, workload: Workload, temperature: float) -> Run:
+    stats = engine.stats
+    stats.peak_blocks, stats.peak_waste = 0, 1.0
+    prefill_before = stats.prefill_seconds
+    started = time.perf_counter()
+    for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens)):
+        params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
+        engine.add_request(f"bench-{index}", {"prompt_token_ids": prompt}, params, final_only=True)
+    done = {}
+    while engine.has_unfinished_requests():
+        done.update((output.request_id, output) for output in engine.step())
+    seconds = time.perf_counter() - started
+    outputs = [done[f"bench-{index}"] for index in range(len(workload.prompts))]
+    if failed := next((output.error for output in outputs if output.error), None):
+        raise EngineDeadError(f"the benchmark's step failed: {failed}")
+    token_ids = [output.outputs[0].token_ids for output in outputs]
+    return Run(
+        seconds, workload.num_prompt_tokens, sum(map(len, token_ids)), token_ids, stats.peak_waste,
+        sum(output.metrics.num_preemptions for output in outputs), stats.prefill_seconds - prefill_before,
+    )  # fmt: skip
+
+
+def warm_up(engine: LLMEngine, seed: int = 0) -> None:
+    """First use of everything: allocations, kernels, threads."""
+    workload = make_workload(random.Random(~seed), 2, Lengths(24, 24), Lengths(4, 4), engine.model_config.vocab_size)
+    run_workload(engine, workload, temperature=0.6)
+    run_workload(engine, workload, temperature=0.0)
+
+
+def measure(engine: LLMEngine, shape: Shape, temperature: float, seed: int, repeat: int) -> dict[str, Any]:
+    warm_up(engine, seed)
+    runs = [
+        run_workload(engine, shape.draw(seed + index, engine.model_config.vocab_size), temperature)
+        for index in range(repeat)
+    ]
+    rates = [run.output_rate for run in runs]
+    middle = statistics.median_low(rates)
+    run = runs[rates.index(middle)]
+    return {
+        "num_seqs": shape.num_seqs,
+        "input_len": str(shape.input_len),
+        "output_len": str(shape.output_len),
+        "prompt_tokens": run.num_prompt_tokens,
+        "output_tokens": run.num_output_tokens,
+        "seconds": run.seconds,
+        "output_tokens_per_second": middle,
+        "total_tokens_per_second": (run.num_prompt_tokens + run.num_output_tokens) / run.seconds,
+        "spread": [min(rates), max(rates)],
+        "kv_slots_per_token": run.kv_waste,
+        "num_preemptions": run.num_preemptions,
+        "repeat": repeat,
+    }
+
+
+def engine_facts(engine: LLMEngine) -> dict[str, Any]:
+    """For the report: what really ran, not what was asked for."""
+    facts = engine.describe()
+    runs_on = facts.pop("runs_on")
+    return {"hardware": runs_on.pop("device"), "engine": {**facts, **runs_on}}

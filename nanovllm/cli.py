@@ -1,0 +1,165 @@
+"""The `nanovllm` command: generate, chat, bench, info.
+
+torch is imported inside commands only, so that help and mistakes answer at once. An error raised on purpose is one
+line on stderr and exit code 2; NANOVLLM_DEBUG=1 shows where it came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm.cli_bench import bench
+from nanovllm.cli_options import ENGINE, SAMPLING, with_options
+from nanovllm.cli_stream import InOrder, Speed, encode, note, run_requests
+from nanovllm.config import EngineConfig
+from nanovllm.errors import NanoVLLMError, RequestError
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+app = typer.Typer(
+    name="nanovllm",
+    help="A small LLM engine. Try: nanovllm generate 'What is the capital of France?'",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench)
+
+SystemOption = Annotated[str | None, typer.Option(help="An instruction that comes before the conversation.")]
+
+
+@app.command()
+@with_options(config=ENGINE, params=SAMPLING)
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts. - stands for all that comes on standard input.")
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(help="Read more prompts, one a line, from this file (- = standard input).")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Use the model's chat template; default: if it has one."),
+    ] = None,
+    system: SystemOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each prompt.")] = False,
+    *,
+    config: EngineConfig,
+    params: SamplingParams,
+) -> None:
+    """Answer prompts; text streams to stdout, speed goes to stderr."""
+    texts = read_prompts(prompts or [], file)
+    with load(config) as engine:
+        inputs = []
+        for index, text in enumerate(texts, 1):
+            try:
+                inputs.append(engine.check(encode(engine, text, chat, system), params))  # type: ignore[arg-type]
+            except RequestError as error:
+                raise RequestError(f"prompt {index} of {len(texts)}: {error}" if len(texts) > 1 else error) from None
+        ids = [f"cli-{index}" for index in range(len(texts))]
+        printer = InOrder(ids, [" ".join(text.split())[:60] for text in texts], params.n)
+        speed = Speed(engine)
+        outputs, interrupted = run_requests(engine, inputs, params, ids, None if as_json else printer.show)
+        if as_json:
+            for output in outputs:
+                print(json.dumps(as_record(output), ensure_ascii=False), flush=True)
+        else:
+            printer.show(dict(zip(ids, outputs)), end=True)
+        note(speed.line(outputs))
+    if interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+@with_options(config=ENGINE, params=SAMPLING)
+def chat(system: SystemOption = None, *, config: EngineConfig, params: SamplingParams) -> None:
+    """Talk with a model. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D leaves."""
+    from nanovllm.cli_chat import Chat
+
+    with load(config) as engine:
+        Chat(engine, params, system).run()
+
+
+@app.command()
+@with_options(config=ENGINE)
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False, *, config: EngineConfig
+) -> None:
+    """Show hardware, versions, attention backends, and what a model needs; loads and downloads nothing."""
+    from nanovllm import cli_info
+
+    facts = cli_info.collect(config)
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        cli_info.show(facts)
+
+
+def read_prompts(given: list[str], file: str | None) -> list[str]:
+    if file == "-" and "-" in given:
+        raise RequestError("standard input can be read only once: give either - or --file -")
+    texts = [sys.stdin.read() if text == "-" else text for text in given]
+    if file is not None:
+        try:
+            content = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--file {file}: cannot be read: {error}") from None
+        texts += [line for line in content.splitlines() if line.strip()]
+    if not texts:
+        raise RequestError("no prompt: give one, or --file, or - to read standard input")
+    return texts
+
+
+def load(config: EngineConfig) -> LLMEngine:
+    started = time.monotonic()
+    if sys.stderr.isatty():
+        note(f"loading {config.model} ...")
+    from nanovllm.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine(config)
+    runs_on = engine.describe()["runs_on"]
+    note(f"{config.model} on {runs_on['device']}, {runs_on['dtype']}, attention {runs_on['attn_backend']}; "
+         f"ready in {time.monotonic() - started:.1f} s")  # fmt: skip
+    return engine
+
+
+def as_record(output: RequestOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "prompt": output.prompt,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "time_to_first_token": output.metrics.time_to_first_token,
+        "latency": output.metrics.latency,
+        "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
+    }
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [
+            position and {token: dataclasses.asdict(score) for token, score in position.items()}
+            for position in output.prompt_logprobs
+        ]
+    return record
+
+
+def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a terminal that cannot show a character must not end the answer
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        app()
+    except NanoVLLMError as error:
+        if os.environ.get("NANOVLLM_DEBUG") == "1":
+            raise
+        note(f"error: {' '.join(str(error).split())}")
+        sys.exit(2)

@@ -1,0 +1,208 @@
+"""`nanovllm bench throughput | latency | schedulers`: a table for people, then one JSON line for tools."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nanovllm.cli_options import ENGINE, with_options
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+
+bench = typer.Typer(name="bench", help="Measure. Each command ends with one JSON line.", no_args_is_help=True)
+
+NumSeqs = Annotated[int, typer.Option(min=1, help="Number of requests.")]
+InputLen = Annotated[str, typer.Option(help="Prompt tokens: a number, or a range such as 32..256.")]
+OutputLen = Annotated[str, typer.Option(help="New tokens: a number or a range.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch takes.")]
+Repeat = Annotated[int, typer.Option(min=1, help="Measure so often; the table has the median.")]
+Save = Annotated[bool, typer.Option("--save", help="Also write the JSON under benchmarks/results/.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the result into this file (needs matplotlib).")]
+
+
+@bench.command()
+@with_options(config=ENGINE)
+def throughput(
+    num_seqs: NumSeqs = 16,
+    input_len: InputLen = "32..256",
+    output_len: OutputLen = "64",
+    temperature: Temperature = 0.6,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="hf: against Hugging Face generate, taking turns, on 1 prompt and on 16 prompts of 32..256 "
+                     "tokens with 64 new ones, greedy, float32 unless --dtype says otherwise."),
+    ] = None,
+    repeat: Repeat = 3,
+    threads: Threads = None,
+    save: Save = False,
+    plot: Plot = None,
+    *,
+    config: EngineConfig,
+) -> None:  # fmt: skip
+    """Tokens per second of many requests at once."""
+    if compare not in (None, "hf"):
+        raise ConfigError(f"--compare {compare!r}: must be hf")
+    from nanovllm.bench import report
+    from nanovllm.bench.throughput import Shape, engine_facts, measure
+    from nanovllm.bench.workload import Lengths
+
+    shape = Shape(num_seqs, Lengths.parse(input_len), Lengths.parse(output_len))
+    if compare and config.dtype == "auto":
+        config = replace(config, dtype="float32")
+    with _engine(config, threads) as engine:
+        facts = engine_facts(engine)
+        if compare:
+            from nanovllm.bench.compare_hf import compare_all
+
+            found = compare_all(engine, config.seed, repeat)
+            _print_comparison(found)
+            bars = {f"{name}: {side}": row[f"{side}_tokens_per_second"] for name, row in found.items()
+                    for side in ("ours", "hf")}  # fmt: skip
+        else:
+            found = measure(engine, shape, temperature, config.seed, repeat)
+            report.print_table("throughput", ["", "value"], [[k.replace("_", " "), v] for k, v in found.items()])
+            bars = {"output": found["output_tokens_per_second"], "total": found["total_tokens_per_second"]}
+    print(f"attention backend that ran: {facts['engine']['attn_backend']} on {facts['hardware']}")
+    if plot:
+        report.plot_bars(plot, f"throughput, {config.model}", "tokens per second", bars)
+    kind = "throughput-compare-hf" if compare else "throughput"
+    report.finish(report.make_report(kind, **facts, threads=_threads(), results=found), save)
+
+
+@bench.command()
+@with_options(config=ENGINE)
+def latency(
+    num_seqs: NumSeqs = 8,
+    input_len: InputLen = "128",
+    output_len: OutputLen = "32",
+    temperature: Temperature = 0.6,
+    startup: Annotated[
+        int, typer.Option(min=0, help="How often to start a new process and wait for its first token; 0 = never.")
+    ] = 1,
+    threads: Threads = None,
+    save: Save = False,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Time to the first token, between tokens, and from process start; requests run one at a time."""
+    from nanovllm.bench import report
+    from nanovllm.bench.latency import measure_requests, measure_startup
+    from nanovllm.bench.throughput import Shape, engine_facts, warm_up
+    from nanovllm.bench.workload import Lengths
+
+    shape = Shape(num_seqs, Lengths.parse(input_len), Lengths.parse(output_len))
+    found: dict[str, Any] = {}
+    if startup:  # first, while this process holds no model
+        found["startup"] = measure_startup(config, startup)
+    with _engine(config, threads) as engine:
+        facts = engine_facts(engine)
+        warm_up(engine, config.seed)
+        found |= measure_requests(engine, shape, temperature, config.seed)
+    columns = ("mean", "p50", "p99", "max")
+    report.print_table(
+        "latency in milliseconds", ["", *columns],
+        [[name.replace("_", " "), *(row[column] * 1000 for column in columns)] for name, row in found.items()],
+    )  # fmt: skip
+    print(f"attention backend that ran: {facts['engine']['attn_backend']} on {facts['hardware']}")
+    sizes = {"num_seqs": num_seqs, "input_len": input_len, "output_len": output_len}
+    report.finish(report.make_report("latency", **facts, threads=_threads(), workload=sizes, results=found), save)
+
+
+@bench.command()
+@with_options(config=ENGINE)
+def schedulers(
+    num_long: Annotated[int, typer.Option(min=1, help="Long prompts, at the start.")] = 6,
+    num_short: Annotated[int, typer.Option(min=1, help="Short prompts that follow.")] = 200,
+    rate: Annotated[float, typer.Option(min=0.001, help="Short prompts a second (Poisson).")] = 8.0,
+    real: Annotated[
+        bool, typer.Option("--real", help="Play a small trace on the real engine, by the wall clock.")
+    ] = False,
+    save: Save = False,
+    plot: Plot = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Waiting times under fcfs, sjf, and sjf with aging (--max-wait-steps), on one trace (--seed).
+
+    Simulated unless --real: the real scheduler and a cost model of a step. Of the engine options the simulation uses
+    only --seed and --max-wait-steps.
+    """
+    from nanovllm.bench import report, schedulers as lab
+
+    patience = 64 if config.max_wait_steps is None else config.max_wait_steps
+    facts: dict[str, Any] = {"hardware": None}
+    if real:
+        # Prompts of a few hundred tokens and a small budget: the same crowding in seconds, on any machine.
+        trace = lab.Trace(min(num_long, 3), min(num_short, 24), (192, 256), (8, 24), (2, 6), rate)
+        config = replace(config, max_num_seqs=4, max_num_batched_tokens=64, skip_tokenizer_init=True)
+        run: Any = functools.partial(_run_real, config, facts)
+        sizes = (256, 16)
+    else:
+        trace, server = lab.Trace(num_long, num_short, rate=rate), lab.Server()
+        run = lambda jobs, policy, steps: lab.simulate(jobs, server, policy, steps)  # noqa: E731
+        facts["cost_model"] = {"seconds_per_step": server.seconds_per_step,
+                               "seconds_per_token": server.seconds_per_token}  # fmt: skip
+        sizes = (2048, 16)
+    first = lab.served_first(run, *sizes)
+    for policy, winner in first.items():
+        print(f"a prompt of {sizes[0]} tokens, then one of {sizes[1]}: {policy} serves the {winner} one first")
+    found = lab.compare_policies(trace.jobs(config.seed), patience, run)
+    _print_policies(found, trace)
+    if plot:
+        report.plot_bars(plot, "mean time to first token", "seconds", {k: v["ttft"]["mean"] for k, v in found.items()})
+    settings = {"real": real, "seed": config.seed, "max_wait_steps": patience, "trace": vars(trace)}
+    report.finish(report.make_report("schedulers", **facts, **settings, served_first=first, results=found), save)
+
+
+def _run_real(config: EngineConfig, facts: dict[str, Any], jobs: Any, policy: str, max_wait_steps: int | None) -> Any:
+    from nanovllm.bench.schedulers import run_real
+    from nanovllm.bench.throughput import engine_facts, warm_up
+
+    with _engine(replace(config, scheduling_policy=policy, max_wait_steps=max_wait_steps), None) as engine:
+        facts.update(engine_facts(engine))
+        warm_up(engine)
+        return run_real(engine, jobs)
+
+
+def _engine(config: EngineConfig, threads: int | None) -> Any:
+    import torch
+
+    from nanovllm.engine.llm_engine import LLMEngine
+
+    if threads:
+        torch.set_num_threads(threads)
+    return LLMEngine(replace(config, skip_tokenizer_init=True))  # prompts are token ids
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _print_comparison(found: dict[str, Any]) -> None:
+    from nanovllm.bench.report import print_table
+
+    columns = ["workload", "ours tok/s", "hf tok/s", "ratio", "spread", "equal tokens", "KV slots/token", "padded"]
+    print_table("against Hugging Face generate", columns, [
+        [name, row["ours_tokens_per_second"], row["hf_tokens_per_second"], f"{row['ratio']:.2f}x",
+         "{:.2f}..{:.2f}".format(*row["ratio_spread"]), f"{row['equal_greedy_tokens']:.1%}",
+         f"{row['kv_slots_per_token']:.3f}", f"{row['kv_slots_per_token_of_a_padded_batch']:.3f}"]
+        for name, row in found.items()
+    ])  # fmt: skip
+
+
+def _print_policies(found: dict[str, Any], trace: Any) -> None:
+    from nanovllm.bench.report import print_table
+
+    columns = ["seconds", "TTFT mean", "p50", "p99", "e2e mean", "p50", "p99", "long: mean", "max", "passed over"]
+    print_table(f"{trace.num_long} long prompts, then {trace.num_short} short ones", columns, [
+        [name, *(row["ttft"][k] for k in ("mean", "p50", "p99")), *(row["e2e"][k] for k in ("mean", "p50", "p99")),
+         *(row["ttft_of_long"][k] for k in ("mean", "max")), row.get("most_steps_passed_over", "-")]
+        for name, row in found.items()
+    ])  # fmt: skip

@@ -1,0 +1,96 @@
+"""`nanovllm info`: the machine, the attention backends, and what a model would need, without loading it.
+
+Parameters are counted by building the model on torch's meta device, where tensors have shapes but no memory: the
+count is that of the real model, for any family, and takes no time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from nanovllm.attention.select import select_backend
+from nanovllm.bench.report import versions
+from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import DEFAULT_BLOCK_SIZE, resolve_max_model_len
+from nanovllm.errors import ModelError
+from nanovllm.executor.kv_cache import CacheLayout, block_bytes
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import find_family
+from nanovllm.models.transformer import Parts, attention_specs
+from nanovllm.weights.checkpoint import open_checkpoint
+from nanovllm.weights.resolve import resolve_model
+
+
+def collect(config: EngineConfig) -> dict[str, Any]:
+    device = Device.choose(config.device)
+    free, total = device.memory()
+    facts: dict[str, Any] = {
+        "hardware": {"device": device.name, "architecture": device.architecture,
+                     "memory_bytes": total, "free_bytes": free},
+        "versions": versions(),
+    }  # fmt: skip
+    try:
+        path = resolve_model(config.model, offline=True, progress=False)
+    except ModelError as error:  # a model that is not here yet is no mistake; a broken one is
+        facts["model"] = {"name": config.model, "not_on_disk": str(error)}
+        return facts
+    checkpoint = open_checkpoint(path)
+    try:
+        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+    finally:
+        checkpoint.close()
+    dtype = device.resolve_dtype(config.dtype, model.dtype)
+    specs = attention_specs(model, dtype, Parallel())
+    selection = select_backend(config.attn_backend, specs, device)
+    facts["attention_backends"] = dict(selection.reasons)
+    max_model_len = resolve_max_model_len(config, model)
+    parts = Parts(selection.backend, torch.empty(0, dtype=dtype, device="meta"), Parallel(), max_model_len)
+    num_parameters = sum(p.numel() for p in find_family(model)(model, parts).parameters())
+    facts["model"] = {
+        "name": config.model, "path": str(path), "architecture": model.architecture, "dtype": str(dtype)[6:],
+        "num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "vocab_size": model.vocab_size,
+        "max_model_len": max_model_len, "num_parameters": num_parameters,
+        "weight_bytes": num_parameters * dtype.itemsize,
+    }  # fmt: skip
+    block_size = config.kvcache_block_size or DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
+    spare = spare_bytes(config, device, num_parameters * dtype.itemsize)
+    layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
+    facts["memory_plan"] = {
+        "kv_bytes_per_token": block_bytes(specs, 1), "kv_block_size": block_size, "kv_blocks": layout.num_blocks,
+        "kv_bytes": layout.num_bytes, "kv_tokens": layout.num_tokens,
+        "full_length_sequences": round(layout.num_tokens / max_model_len, 2),
+    }  # fmt: skip
+    return facts
+
+
+def spare_bytes(config: EngineConfig, device: Device, weight_bytes: int) -> int:
+    """What the executor would find after loading; on a GPU the room for a step's activations is not known here."""
+    if not device.is_gpu:
+        return int(config.cpu_kvcache_gb * 2**30)
+    free, total = device.memory()
+    return min(free, int(total * config.gpu_memory_utilization)) - weight_bytes
+
+
+def show(facts: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    for section, values in facts.items():
+        table = Table(title=section.replace("_", " "), title_justify="left", show_header=False, box=None)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in values.items():
+            table.add_row(name.replace("_", " "), readable(name, value))
+        console.print(table)
+        console.print()
+
+
+def readable(name: str, value: Any) -> str:
+    if name.endswith("bytes") or name == "kv_bytes_per_token":
+        return f"{value:,} ({value / 2**30:.2f} GiB)" if value >= 2**27 else f"{value:,} ({value / 2**10:.1f} KiB)"
+    return f"{value:,}" if isinstance(value, int) else str(value)

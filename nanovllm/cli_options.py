@@ -1,0 +1,181 @@
+"""Command-line options, each declared once.
+
+Names, types and defaults come from EngineConfig and SamplingParams themselves, so the command line can neither lag
+behind them nor disagree with them; this file only adds help in plain words. A command asks for a group by naming it:
+
+    @with_options(config=ENGINE, params=SAMPLING)
+    def generate(prompts: list[str], config: EngineConfig, params: SamplingParams) -> None: ...
+
+and is called with the checked objects. No torch here: `nanovllm --help` must be instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from nanovllm.config import ATTN_BACKENDS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
+
+
+def int_or_none(value: Any) -> int | None:
+    return None if str(value).lower() == "none" else int(str(value))
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """The options that make one object."""
+
+    title: str
+    of: type  # a dataclass: one option for each of its fields
+    build: Callable[[dict[str, Any]], Any]
+    help: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where a person at a terminal wants another one
+    types: Mapping[str, type] = field(default_factory=dict)  # where the field takes more kinds than a shell can say
+    skipped: frozenset[str] = frozenset()
+
+    def parameters(self) -> list[inspect.Parameter]:
+        hints = get_type_hints(self.of)
+        return [
+            self._parameter(f.name, self.types.get(f.name, hints[f.name]), self.defaults.get(f.name, f.default))
+            for f in dataclasses.fields(self.of)
+            if f.name not in self.skipped
+        ]
+
+    def _parameter(self, name: str, kind: Any, default: Any) -> inspect.Parameter:
+        settings: dict[str, Any] = {"help": self.help.get(name, ""), "rich_help_panel": self.title}
+        if kind == (int | None):
+            settings |= {"parser": int_or_none, "metavar": "INTEGER|none"}
+            kind = int
+        elif name in self.types:
+            default = None  # a list: empty unless given
+        if kind is bool:
+            dashed = name.replace("_", "-")
+            option = typer.Option(f"--{dashed}/--no-{dashed}", **settings)
+        else:
+            option = typer.Option(f"--{name.replace('_', '-')}", **settings)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        )
+
+
+def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace each named parameter of a command by the options of its group."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        added = {name: group.parameters() for name, group in groups.items()}
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            built = {
+                name: group.build({option.name: values.pop(option.name) for option in added[name]})
+                for name, group in groups.items()
+            }
+            command(**values, **built)
+
+        shown = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups]
+        shown += [option for options in added.values() for option in options]
+        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in shown}  # what typer reads
+        return run
+
+    return decorate
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return f"One of: {', '.join(names)}."
+
+
+ENGINE = OptionGroup(
+    title="Engine",
+    of=EngineConfig,
+    build=lambda values: EngineConfig.from_options(**values),
+    help={
+        "model": "A folder in Hugging Face layout, a .gguf file, the alias smollm2, or a repository id.",
+        "tokenizer": "Take the tokenizer from another model (same kinds of names).",
+        "device": f"Where to compute. {_one_of(DEVICES)}",
+        "dtype": f"Number format of weights and cache; auto is float32 on a CPU. {_one_of(DTYPES)}",
+        "max_model_len": "Longest prompt plus output, in tokens; none = what the model was trained for.",
+        "max_num_seqs": "How many sequences may run at the same time; the others wait.",
+        "max_num_batched_tokens": "How many tokens one step may compute; long prompts are cut into such pieces.",
+        "gpu_memory_utilization": "Share of the GPU's memory that this engine may fill with weights and cache.",
+        "kvcache_block_size": "Tokens per block of the KV cache (16 to 256): small wastes less.",
+        "num_kvcache_blocks": "Blocks in the KV cache; none = as many as fit.",
+        "cpu_kvcache_gb": "Gigabytes for the KV cache on a CPU.",
+        "enable_prefix_caching": "Reuse the computed beginning of prompts that begin alike.",
+        "scheduling_policy": f"Who is served first: first come, shortest, or by priority. {_one_of(POLICIES)}",
+        "max_wait_steps": "sjf: a waiting request is passed over for at most so many steps; none = no limit.",
+        "decode_steps": "Tokens decoded between two looks of the scheduler when nobody waits; same output for all.",
+        "enforce_eager": "Do not capture GPU graphs: starts faster, runs slower.",
+        "tensor_parallel_size": "Over how many GPUs to split the model.",
+        "attn_backend": f"How attention is computed; auto takes the best that works here. {_one_of(ATTN_BACKENDS)}",
+        "seed": "Decides all random choices: the same seed repeats a run.",
+        "load_format": f"dummy = random weights from config.json alone. {_one_of(LOAD_FORMATS)}",
+        "skip_tokenizer_init": "Work on token ids only; no text.",
+    },
+)
+
+
+def _sampling_params(values: dict[str, Any]) -> SamplingParams:
+    given = {name: value for name, value in values.items() if name not in _LISTS or value}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
+    return SamplingParams(**given)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    try:
+        token, _, value = text.partition("=")
+        return int(token), float(value)
+    except ValueError:
+        raise RequestError(f"logit_bias={text!r}: write TOKEN_ID=NUMBER, for example 42=-5") from None
+
+
+_LISTS: dict[str, Any] = {
+    "stop": list[str],
+    "stop_token_ids": list[int],
+    "allowed_token_ids": list[int],
+    "bad_words": list[str],
+    "logit_bias": list[str],
+}
+
+SAMPLING = OptionGroup(
+    title="Sampling",
+    of=SamplingParams,
+    build=_sampling_params,
+    defaults={"temperature": 0.0, "max_tokens": 256},
+    types=_LISTS,
+    # One --seed is enough here, the engine's: it decides the tokens of every request whatever else is in the batch.
+    # A terminal without text is of no use, so there is no --no-detokenize.
+    skipped=frozenset({"seed", "detokenize"}),
+    help={
+        "n": "Completions of each prompt.",
+        "temperature": "0 always takes the likeliest token; 1 samples as the model learnt; higher is wilder.",
+        "top_p": "Sample from the likeliest tokens that together have this probability.",
+        "top_k": "Sample from the k likeliest tokens; 0 = all.",
+        "min_p": "Drop tokens less likely than this share of the likeliest one.",
+        "presence_penalty": "Above 0: avoid tokens that were already written.",
+        "frequency_penalty": "Above 0: avoid tokens the more, the more often they were written.",
+        "repetition_penalty": "Above 1: avoid tokens of the prompt and of the output.",
+        "stop": "End before this text. Give it again for more.",
+        "stop_token_ids": "End at this token id. Give it again for more.",
+        "ignore_eos": "Do not stop at the model's own end token.",
+        "max_tokens": "Most tokens to write; none = until max_model_len.",
+        "min_tokens": "Fewest tokens to write.",
+        "logprobs": "With --json: log probabilities of so many alternatives per token.",
+        "prompt_logprobs": "With --json: the same for the prompt's tokens.",
+        "logit_bias": "TOKEN_ID=NUMBER makes a token likelier or less likely. Give it again for more.",
+        "allowed_token_ids": "Write only this token. Give it again for more.",
+        "bad_words": "Never write this text. Give it again for more.",
+        "skip_special_tokens": "Leave end markers and the like out of the text.",
+        "include_stop_str_in_output": "Keep the stop text at the end.",
+    },
+)

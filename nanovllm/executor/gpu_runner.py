@@ -1,0 +1,179 @@
+"""GpuRunner: plans become work queued on the GPU; the host does not wait for it.
+
+`launch(plan)` uploads what is new in one copy, queues the step and a download of the sampled tokens, and returns.
+`InFlight.result()` waits for that download alone, so the next plan can be made and queued meanwhile.
+
+Two paths. A plan of decodes whose rows sample plainly (temperature or greedy) replays a captured graph num_steps
+times. Any other plan is launched kernel by kernel; rows that need the full sampler (top-p, penalties, logprobs, ...)
+are sampled there with the host's help, which waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import AttentionBatch
+from nanovllm.executor.decode_graphs import DecodeGraphs
+from nanovllm.executor.input_batch import InputBatch
+from nanovllm.executor.kv_cache import CacheLayout, allocate
+from nanovllm.executor.model_runner import InFlight, ModelRunner
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.staging import Download, Uploader
+from nanovllm.layers.attention import Step
+from nanovllm.models.transformer import Transformer
+from nanovllm.sampling.plain import is_plain
+from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
+
+
+class GpuRunner:
+    overlap = 2  # plan the next step while one runs
+
+    def __init__(
+        self, model: Transformer, layout: CacheLayout, device: Device, max_num_seqs: int, max_model_len: int, eager: bool
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.layout = layout
+        self._caches = allocate(layout, model.specs, device)
+        self._batch = InputBatch(max_num_seqs, max_model_len, layout.block_size)
+        self._uploader = Uploader(device)
+        num_blocks = -(-max_model_len // layout.block_size)
+        self._row_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
+        self._row_tables = torch.zeros(max_num_seqs, num_blocks, dtype=torch.int32, device=device.torch_device)
+        self._changed_rows: dict[int, None] = {}  # rows whose block table on the device is behind
+        self._graphs = DecodeGraphs(model, self._caches, device, max_num_seqs, max_model_len, layout.block_size, eager)
+        # Sampling that needs the host, prompt logprobs included, is the plain runner's work on our caches and batch.
+        self._host_runner = ModelRunner(model, layout, device, self._caches, self._batch, draw_plain=self._draw_plain)
+
+    def capture(self) -> None:
+        with torch.inference_mode():
+            self._graphs.capture()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> InFlight:
+        self._batch.apply(plan)
+        for entry in plan.entries:
+            if entry.block_ids:
+                self._changed_rows[self._batch.row(entry.seq_id)] = None
+        if not all(is_plain(self._batch.arrival(entry.seq_id).params) for entry in plan.entries):
+            return self._launch_sampled_by_host(plan)
+        if plan.is_decode_only:
+            return self._launch_decodes(plan)
+        return self._launch_mixed(plan)
+
+    def _launch_sampled_by_host(self, plan: StepPlan) -> InFlight:
+        result = self._host_runner.compute(plan)
+        return InFlight(lambda: result)
+
+    def _launch_decodes(self, plan: StepPlan) -> InFlight:
+        from nanovllm.ops.triton.lanes import begin, keep_tokens
+
+        entries = plan.entries
+        size = self._graphs.size_for(len(entries))
+        rows = np.full(size, -1, dtype=np.int32)
+        rows[: len(entries)] = [self._batch.row(entry.seq_id) for entry in entries]
+        positions = np.zeros(size, dtype=np.int32)
+        positions[: len(entries)] = [entry.start for entry in entries]
+        tokens = np.full(size, -1, dtype=np.int32)
+        tokens[: len(entries)] = self._batch.known_tokens(rows[: len(entries)], positions[: len(entries)])
+        temperatures, seeds = self._sampling_arrays([entry.seq_id for entry in entries], size)
+        num_blocks = (int(positions.max()) + plan.num_steps) // self.layout.block_size + 1
+        num_blocks = min(num_blocks, self._row_tables.shape[1])
+        changed, tables = self._take_changed(num_blocks)
+        sent = self._uploader.send([rows, tokens, positions, temperatures, seeds, changed, tables])
+        d_rows, d_tokens, d_positions, d_temperatures, d_seeds, d_changed, d_tables = sent
+        lanes = self._graphs.lanes.first(size)
+        lanes.temperatures.copy_(d_temperatures)
+        lanes.seeds.copy_(d_seeds)
+        lanes.step.zero_()
+        if len(changed):
+            self._row_tables[:, :num_blocks].index_copy_(0, d_changed, d_tables)
+        begin(
+            d_rows, d_tokens, d_positions, (self._row_tokens, self._row_tables),
+            (lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables),
+            self.layout.block_size, num_blocks,
+        )  # fmt: skip
+        self._graphs.run(size, plan.num_steps)
+        keep_tokens(d_rows, lanes.tokens, self._row_tokens)
+        download = Download(lanes.out[: len(entries), : plan.num_steps])
+        return InFlight(lambda: self._collect(entries, download))
+
+    def _launch_mixed(self, plan: StepPlan) -> InFlight:
+        from nanovllm.ops.triton.sampling import sample
+
+        entries = tuple(sorted(plan.entries, key=lambda entry: entry.num_new > 1))  # decodes first
+        arrays = self._batch.arrays(entries)
+        rows = np.array([self._batch.row(entry.seq_id) for entry in entries])
+        token_rows = np.repeat(rows, [entry.num_new for entry in entries])
+        tokens = self._batch.known_tokens(token_rows, arrays.positions).astype(np.int64)
+        sampling = [i for i, entry in enumerate(entries) if entry.samples]
+        temperatures, seeds = self._sampling_arrays([entries[i].seq_id for i in sampling], len(sampling))
+        logit_rows = arrays.query_starts[1:][sampling].astype(np.int64) - 1
+        unknown = np.flatnonzero(tokens < 0)
+        d_tokens, d_positions, d_slots, d_starts, d_lens, d_tables, d_rows, d_logit_rows, d_temps, d_seeds, d_unknown, (
+            d_unknown_rows
+        ) = self._uploader.send([
+            tokens, arrays.positions.astype(np.int64), arrays.slots, arrays.query_starts, arrays.context_lens,
+            arrays.block_tables, rows[sampling].astype(np.int64), logit_rows, temperatures, seeds,
+            unknown.astype(np.int64), token_rows[unknown].astype(np.int64),
+        ])  # fmt: skip
+        if len(unknown):
+            d_tokens.index_copy_(0, d_unknown, self._row_tokens[d_unknown_rows])
+        batch = AttentionBatch(
+            query_lens=[entry.num_new for entry in entries],
+            context_lens=arrays.context_lens.tolist(),
+            blocks=self._host_runner.block_indices(arrays) if not self._graph_safe() else [],
+            device_query_starts=d_starts,
+            device_context_lens=d_lens,
+            device_block_tables=d_tables,
+            slots=d_slots,
+            num_decodes=sum(entry.num_new == 1 for entry in entries),
+            max_context_len=int(arrays.context_lens.max()),
+        )
+        hidden = self.model(Step(d_tokens, d_positions, d_logit_rows, batch), self._caches)
+        if not sampling:
+            return InFlight(lambda: StepResult(token_ids=[]))
+        sampled = sample(self.model.logits(hidden), d_temps, d_seeds, d_positions[d_logit_rows] + 1)
+        self._row_tokens.index_copy_(0, d_rows, sampled)
+        download = Download(sampled[:, None])
+        order = [entries[i] for i in sampling]
+        return InFlight(lambda: self._collect(order, download, plan))
+
+    def _collect(self, entries: tuple[PlanEntry, ...] | list[PlanEntry], download: Download,
+                 plan: StepPlan | None = None) -> StepResult:  # fmt: skip
+        """Tokens in the order of `entries`, or, if a plan is given, in the order of its own sampling entries."""
+        tokens = download.wait()
+        for entry, new in zip(entries, tokens):
+            for token_id in new:
+                self._batch.append(entry.seq_id, token_id)
+        if plan is not None:
+            by_id = {entry.seq_id: new for entry, new in zip(entries, tokens)}
+            tokens = [by_id[entry.seq_id] for entry in plan.entries if entry.samples]
+        return StepResult(token_ids=tokens)
+
+    def _draw_plain(self, logits: torch.Tensor, seq_ids: list[int]) -> list[int]:
+        """The rows of a host-sampled step that draw plainly: by the same kernel as in a graph, or a seed would give
+        other tokens when another request needs the host."""
+        from nanovllm.ops.triton.sampling import sample
+
+        temperatures, seeds = self._sampling_arrays(seq_ids, len(seq_ids))
+        positions = np.array([len(self._batch.tokens(seq_id)) for seq_id in seq_ids])
+        return sample(logits, *self._uploader.send([temperatures, seeds, positions])).tolist()
+
+    def _sampling_arrays(self, seq_ids: list[int], size: int) -> tuple[np.ndarray, np.ndarray]:
+        temperatures = np.zeros(size, dtype=np.float32)
+        seeds = np.zeros(size, dtype=np.uint64)
+        for i, seq_id in enumerate(seq_ids):
+            arrival = self._batch.arrival(seq_id)
+            temperatures[i] = 0.0 if arrival.params.is_greedy else arrival.params.temperature
+            seeds[i] = arrival.seed
+        return temperatures, seeds.view(np.int64)
+
+    def _take_changed(self, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = list(self._changed_rows)
+        self._changed_rows.clear()
+        return np.array(rows, dtype=np.int64), self._batch.block_table_rows(rows, num_blocks)
+
+    def _graph_safe(self) -> bool:
+        return all(layer.attention.backend.graph_safe for layer in self.model.layers)  # type: ignore[union-attr]

@@ -1,0 +1,75 @@
+"""Ops: the operators a model is built from, chosen once per engine: plain PyTorch, or Triton kernels on a GPU.
+
+Both sets have the same signatures, so a layer never asks which it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.ops import activation, linear, norm, qk_norm_rope
+
+FEW_ROWS = 2  # see few_rows_linear
+
+
+@dataclass(frozen=True)
+class Ops:
+    name: str
+    linear: Callable[..., torch.Tensor]
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    qk_norm_rope: Callable[..., torch.Tensor]
+    gathers_rope: bool  # cosines and sines are gathered once a step for all layers, not by each layer's kernel
+
+    def rope_inputs(self, table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (table.index_select(0, positions), None) if self.gathers_rope else (table, positions)
+
+
+PLAIN = Ops(
+    name="torch",
+    linear=linear.linear,
+    rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
+    silu_mul=activation.silu_mul,
+    qk_norm_rope=qk_norm_rope.qk_norm_rope,
+    gathers_rope=True,
+)
+
+
+def triton_ops() -> Ops:
+    """Raises ImportError where triton is not installed."""
+    from nanovllm.ops.triton import activation as t_activation
+    from nanovllm.ops.triton import gemv as t_gemv
+    from nanovllm.ops.triton import norm as t_norm
+    from nanovllm.ops.triton import qk_norm_rope as t_rope
+
+    def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # cuBLAS reads the weights at a third of the card's bandwidth for one row; from a few rows on it is ahead.
+        if len(x) <= FEW_ROWS and x.dtype != torch.float32:
+            return t_gemv.gemv(x, weight, bias)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    return Ops(
+        name="triton",
+        linear=few_rows_linear,
+        rms_norm=t_norm.rms_norm,
+        add_rms_norm=t_norm.add_rms_norm,
+        silu_mul=t_activation.silu_mul,
+        qk_norm_rope=t_rope.qk_norm_rope,
+        gathers_rope=False,
+    )
+
+
+def choose_ops(on_gpu: bool) -> Ops:
+    """Triton where there is a GPU and triton is installed, else plain PyTorch, which runs anywhere."""
+    if on_gpu:
+        with contextlib.suppress(ImportError):
+            return triton_ops()
+    return PLAIN
+
+

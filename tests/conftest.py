@@ -1,0 +1,61 @@
+"""Shared fixtures: the tiny models, built once a session and only when a test asks for them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from tests.tiny_models import TinyModel, build, save_tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny matrices gain nothing from threads, and a shared machine loses a lot."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """tiny("qwen3") -> that model, with its tokenizer beside it."""
+    built: dict[str, TinyModel] = {}
+
+    def get(name: str) -> TinyModel:
+        if name not in built:
+            built[name] = build(name, tmp_path_factory.mktemp("models") / name)
+            save_tokenizer(built[name].path)
+        return built[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def llama(tiny: Callable[[str], TinyModel]) -> TinyModel:
+    """The model of all tests in which the family does not matter."""
+    return tiny("llama-gqa-tied")
+
+
+@pytest.fixture
+def llama_copy(llama: TinyModel, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(llama.path, tmp_path / "model"))
+
+
+@pytest.fixture
+def make_llm(llama: TinyModel) -> Iterator[Callable[..., LLM]]:
+    """make_llm(**options) -> an LLM of the tiny Llama on the CPU; all of them are closed after the test."""
+    made: list[LLM] = []
+
+    def make(model: Any = None, **options: Any) -> LLM:
+        defaults = {"device": "cpu", "max_num_seqs": 16, "max_num_batched_tokens": 256, "num_kvcache_blocks": 128}
+        made.append(LLM(str(model or llama.path), **{**defaults, **options}))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()

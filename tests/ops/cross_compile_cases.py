@@ -1,0 +1,173 @@
+"""Compiles every Triton kernel for every architecture without a GPU; prints one JSON line per compilation.
+
+Run as a script (`python cross_compile_cases.py 90 120 ...`) in a process of its own: a process that interprets Triton
+kernels cannot compile them. `test_cross_compile.py` runs it and judges the lines.
+"""
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nanovllm.ops.triton import (
+    activation,
+    decode_attention,
+    decode_state,
+    gemv,
+    norm,
+    prefill_attention,
+    qk_norm_rope,
+    sampling,
+    store_kv,
+)
+from nanovllm.ops.triton.common import next_power_of_2
+
+ALL_ARCHES = (75, 80, 86, 89, 90, 100, 120)
+HEAD_DIMS = (64, 80, 128, 192)  # every padded size, exact and masked
+
+
+def compile_kernel(kernel, types: list[str], consts: dict, arch: int, num_warps: int = 4, num_stages: int = 1):
+    """types: one per argument that is not a constexpr. Pointers and types ending in ":16" are multiples of 16."""
+    signature, attrs, given = {}, {}, iter(types)
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in consts else next(given)
+        if signature[name].startswith("*") or signature[name].endswith(":16"):
+            signature[name] = signature[name].removesuffix(":16")
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    assert next(given, None) is None, f"{kernel.fn.__name__}: more types than arguments"
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in consts.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    target = GPUTarget("cuda", arch, 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+
+
+def capability_of(arch: int) -> tuple[int, int]:
+    return divmod(arch, 10)
+
+
+def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group: int, use_desc: bool = False):
+    def run(arch: int):
+        size = 4 if dtype == "fp32" else 2
+        tile = prefill_attention.choose_tile(head_dim, size, block_size, capability_of(arch))
+        cache = f"tensordesc<{dtype}[{tile.block_n}, {head_dim}]>" if use_desc else f"*{dtype}"
+        types = [f"*{dtype}"] * 3 + [cache] * 2 + [f"*{dtype}"] + ["*i32"] * 3
+        types += ["fp32", "i32", "i32"] + ["i32:16"] * 4 + ["i32"]
+        consts = {"NUM_KV_HEADS": 3, "GROUP": group, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
+                  "BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WINDOW": window,
+                  "USE_DESC": use_desc}  # fmt: skip
+        return compile_kernel(prefill_attention.prefill_kernel, types, consts, arch, tile.num_warps, tile.num_stages)
+
+    return run
+
+
+def decode_case(dtype: str, head_dim: int, block_size: int, window: int, launch: decode_attention.DecodeLaunch):
+    def run(arch: int):
+        size = 4 if dtype == "fp32" else 2
+        fitted = decode_attention.fit_launch(launch, head_dim, size, capability_of(arch))
+        types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32", "*i32"] + ["fp32"] + ["i32:16"] * 4 + ["i32"]
+        consts = {"NUM_KV_HEADS": 3, "GROUP": 3, "ROWS": 16, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
+                  "BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window,
+                  "NUM_SPLITS": fitted.num_splits, "SPLITS": next_power_of_2(fitted.num_splits),
+                  "FUSED_MERGE": fitted.fused_merge}  # fmt: skip
+        kernel = decode_attention.decode_kernel
+        return compile_kernel(kernel, types, consts, arch, fitted.num_warps, fitted.num_stages)
+
+    return run
+
+
+def merge_case(dtype: str):
+    consts = {"NUM_Q_HEADS": 9, "HEAD_DIM": 80, "D": 128, "STEP": 64, "WINDOW": 0, "NUM_SPLITS": 6, "SPLITS": 8}
+    types = ["*fp32", "*fp32", f"*{dtype}", "*i32"]
+    return lambda arch: compile_kernel(decode_attention.merge_kernel, types, consts, arch, 1)
+
+
+def rope_case(dtype: str, head_dim: int, rot_dim: int, has_norm: bool):
+    rest = next_power_of_2(head_dim - rot_dim) if rot_dim < head_dim else 0
+    consts = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": head_dim, "ROT_DIM": rot_dim, "BLOCK_SIZE": 16,
+              "HEADS": 8, "HALF": next_power_of_2(rot_dim // 2), "REST": rest, "HAS_NORM": has_norm}  # fmt: skip
+    types = [f"*{dtype}"] * 3 + ["*fp32", "*i64", "*i64"] + [f"*{dtype}"] * 3 + ["i32:16"] * 4 + ["fp32"]
+    return lambda arch: compile_kernel(qk_norm_rope.qk_norm_rope_kernel, types, consts, arch, 4)
+
+
+def gemv_case(dtype: str, rows: int, size: int, fused: bool):
+    consts = {"SIZE": size, "NUM_ROWS": rows, "ROWS": next_power_of_2(rows), "BLOCK_N": 2, "BLOCK_K": 512,
+              "HAS_BIAS": not fused, "HAS_NORM": fused, "GATED": fused, "HAS_RESIDUAL": not fused}  # fmt: skip
+    types = [f"*{dtype}"] * 6 + ["i32:16", "i32:16", "i32", "fp32"]
+    return lambda arch: compile_kernel(gemv.gemv_kernel, types, consts, arch, 1)
+
+
+def small_cases(dtype: str) -> dict:
+    """The elementwise kernels, the sampler and the state update."""
+    d = f"*{dtype}"
+    norm_consts = {"SIZE": 576, "TILE": 1024, "HAS_RESIDUAL": True}
+    store_consts = {"HEAD_DIM": 80, "HEAD_STRIDE": 80, "CACHE_HEAD_STRIDE": 80, "BLOCK_SIZE": 16, "SIZE": 240,
+                    "TILE": 256}  # fmt: skip
+    rows = [d, "*fp32", "*i64", "*i32", "*fp32"]
+    state = ["*i64", "*i64", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 5
+    plain = {
+        "norm": (norm.norm_kernel, [d] * 5 + ["i32", "i32", "fp32"], norm_consts),
+        "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32"], {"TILE": 1024}),
+        "store_kv": (store_kv.store_kv_kernel, [d] * 4 + ["*i64"] + ["i32"] * 4, store_consts),
+        "sample tiles": (sampling.tile_kernel, [*rows, "i32", "i32", "i32"], {"TILE": 2048, "TILES": 4}),
+        "sample pick": (sampling.pick_kernel, [*rows, "*i64", "i32", "i32", "i32"], {"TILE": 2048, "ALL_TILES": 128}),
+        "advance": (decode_state.advance_kernel, state, {"BLOCK_SIZE": 16, "TILE": 256}),
+    }
+    return {f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch))
+            for name, case in plain.items()}  # fmt: skip
+
+
+def cases_for(arch: int) -> dict:
+    """name -> compile(arch). Turing has no bf16 arithmetic worth using: fp16 there, as engines do."""
+    half = "fp16" if arch < 80 else "bf16"
+    whole = decode_attention.DecodeLaunch(1, num_stages=2)
+    split = decode_attention.DecodeLaunch(6, block_n=64, num_warps=4)
+    fused = decode_attention.DecodeLaunch(6, fused_merge=True)
+    cases = small_cases(half)
+    cases["merge"] = merge_case(half)
+    for head_dim in HEAD_DIMS if arch in (75, 90) else (128, 192):
+        cases[f"prefill {half} {head_dim}"] = prefill_case(half, head_dim, 16 if head_dim == 80 else 256, 0, 3)
+        cases[f"decode {half} {head_dim}"] = decode_case(half, head_dim, 64, 0, whole)
+    cases[f"prefill {half} window"] = prefill_case(half, 64, 64, 100, 3)
+    cases[f"decode {half} window split gather"] = decode_case(half, 64, 16, 100, split)
+    cases[f"decode {half} fused merge"] = decode_case(half, 64, 16, 0, fused)
+    cases[f"rope {half}"] = rope_case(half, 128, 128, True)
+    cases[f"gemv {half}"] = gemv_case(half, 1, 1024, True)
+    if arch in (75, 90):
+        cases[f"rope partial {half}"] = rope_case(half, 80, 32, False)
+        cases[f"gemv rows {half}"] = gemv_case(half, 3, 576, False)
+    if arch == 90:
+        cases["prefill fp32"] = prefill_case("fp32", 64, 16, 0, 3)
+        cases["decode fp32"] = decode_case("fp32", 64, 16, 0, split)
+        cases["prefill bf16 descriptors"] = prefill_case("bf16", 128, 256, 0, 2, use_desc=True)
+        cases.update(small_cases("fp32"))
+    return cases
+
+
+def run_one(job: tuple[int, str]) -> dict:
+    arch, name = job
+    start = time.perf_counter()
+    result: dict = {"arch": arch, "name": name}
+    try:
+        kernel = cases_for(arch)[name](arch)
+        result["shared"] = kernel.metadata.shared
+        result["cubin_bytes"] = len(kernel.asm["cubin"])
+    except Exception as error:  # every failure is a line of its own; the test judges them
+        result["error"] = f"{type(error).__name__}: {error}"[:2000]
+    result["seconds"] = round(time.perf_counter() - start, 2)
+    return result
+
+
+def main() -> None:
+    arches = [int(a) for a in sys.argv[1:]] or list(ALL_ARCHES)
+    jobs = [(arch, name) for arch in arches for name in cases_for(arch)]
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        for result in pool.map(run_one, jobs):
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

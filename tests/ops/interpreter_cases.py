@@ -1,0 +1,291 @@
+"""Every Triton kernel against its plain twin under Triton's interpreter, on the CPU. Run by `test_triton_interpreter.py`.
+
+Sizes are tiny (the interpreter runs one program at a time in numpy) and sit on both sides of the boundaries that matter:
+block size, key tile, query tile, split. Pages are shuffled, unused cache memory is NaN, and padding rows are present.
+"""
+import itertools
+import os
+
+import pytest
+import torch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
+
+from nanovllm.ops import activation, kv_cache, norm, rotary, sampling
+from nanovllm.ops.attention import paged_attention_reference
+from nanovllm.ops.triton import activation as triton_activation
+from nanovllm.ops.triton import decode_attention as decode
+from nanovllm.ops.triton import decode_state, gemv, qk_norm_rope
+from nanovllm.ops.triton import norm as triton_norm
+from nanovllm.ops.triton import prefill_attention as prefill
+from nanovllm.ops.triton import sampling as triton_sampling
+from nanovllm.ops.triton import store_kv as triton_store_kv
+
+torch.set_num_threads(1)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = list(TOLERANCE)
+HEADS = [(head_dim, 3, torch.float32) for head_dim in (64, 80, 96, 128, 192, 256)]  # (head_dim, group, dtype)
+HEADS += [(64, 1, torch.float16), (80, 8, torch.bfloat16), (128, 2, torch.bfloat16)]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[expected.dtype], atol=TOLERANCE[expected.dtype])
+
+
+class Cache:
+    """A shuffled paged cache of sequences with the given lengths; memory that holds no key is NaN."""
+
+    def __init__(self, lens, block_size, num_kv_heads, head_dim, dtype):
+        blocks = [-(-n // block_size) for n in lens]
+        total = sum(blocks) + 2
+        shape = (total, block_size, num_kv_heads, head_dim)
+        self.k, self.v = torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype)
+        order = torch.randperm(total).tolist()
+        self.tables = torch.full((len(lens), max(*blocks, 1)), 10**6, dtype=torch.int32)  # a wrong read is far off
+        for seq, n in enumerate(lens):
+            for i in range(blocks[seq]):
+                block = order.pop()
+                self.tables[seq, i] = block
+                used = min(block_size, n - i * block_size)
+                self.k[block, :used] = torch.randn(used, num_kv_heads, head_dim)
+                self.v[block, :used] = torch.randn(used, num_kv_heads, head_dim)
+        self.lens = torch.tensor(lens, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 8, 63, 64, 65])
+def test_norm(dtype, size):
+    x, residual, weight = (torch.randn(3, size).to(dtype) for _ in range(3))
+    weight = weight[0].contiguous()
+    close(triton_norm.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+    for got, expected in zip(
+        triton_norm.add_rms_norm(x, residual, weight, 1e-6), norm.add_rms_norm(x, residual, weight, 1e-6)
+    ):
+        close(got, expected)
+
+
+def test_norm_in_place_and_strided():
+    wide = torch.randn(3, 100)
+    x, residual, weight = wide[:, 10:80], torch.randn(3, 70), torch.randn(70)
+    expected = norm.add_rms_norm(x, residual, weight, 1e-6)
+    normed, same = triton_norm.add_rms_norm(x, residual, weight, 1e-6, residual_out=residual)
+    assert same is residual
+    close(normed, expected[0])
+    close(residual, expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 1023, 1024, 1025])
+def test_silu_mul(dtype, size):
+    gate_up = torch.randn(2, 2 * size).to(dtype)
+    close(triton_activation.silu_mul(gate_up), activation.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_store_kv(head_dim):
+    qkv = torch.randn(4, 5 * head_dim)
+    k, v = qkv[:, head_dim : 3 * head_dim].view(4, 2, head_dim), qkv[:, 3 * head_dim :].view(4, 2, head_dim)
+    slots = torch.tensor([17, -1, 0, 31])
+    got, expected = torch.zeros(2, 2, 16, 2, head_dim), torch.zeros(2, 2, 16, 2, head_dim)
+    triton_store_kv.store_kv(k, v, got[0], got[1], slots)
+    kv_cache.store_kv(k, v, expected[0], expected[1], slots, padded=True)
+    assert torch.equal(got, expected)
+    assert got[:, 1, 15].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rot_dim"), [(64, 64), (80, 80), (80, 32), (192, 64)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_qk_norm_rope(dtype, head_dim, rot_dim, has_norm):
+    num_q, num_kv, block_size = 9, 3, 4
+    two_sizes = head_dim == 64 and dtype == torch.float32 and has_norm
+    for num_tokens in (3, 65) if two_sizes else (3,):  # two and eight heads a program
+        qkv = torch.randn(num_tokens, (num_q + 2 * num_kv) * head_dim).to(dtype)
+        weights = (torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype))
+        cos_sin = torch.randn(50, rot_dim)
+        positions = torch.randint(0, 50, (num_tokens,))
+        slots = torch.randperm(80)[:num_tokens]
+        slots[1] = -1
+        got = torch.zeros(2, 20, block_size, num_kv, head_dim, dtype=dtype)
+        expected = torch.zeros_like(got)
+        q = qk_norm_rope.qk_norm_rope(
+            qkv, weights if has_norm else None, 1e-6, cos_sin, positions, got[0], got[1], slots, num_q
+        )
+        heads = qkv.float().view(num_tokens, -1, head_dim)
+        q_ref, k_ref, v_ref = heads.split([num_q, num_kv, num_kv], dim=1)
+        if has_norm:
+            q_ref = norm.rms_norm(q_ref, weights[0].float(), 1e-6)
+            k_ref = norm.rms_norm(k_ref, weights[1].float(), 1e-6)
+        q_ref, k_ref = rotary.apply_rotary(q_ref, k_ref, cos_sin, positions)
+        kv_cache.store_kv(k_ref, v_ref, expected[0], expected[1], slots, padded=True)
+        close(q, q_ref.to(dtype))
+        close(got, expected)
+
+
+def attention_lens(block_size: int, tile: int) -> list[int]:
+    edges = {1, 2, block_size, tile, 2 * tile}
+    return sorted({n + d for n in edges for d in (-1, 0, 1) if n + d > 0})
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window"), [(16, None), (32, None), (64, None), (48, None), (16, 33), (64, 33), (32, 1)]
+)
+def test_prefill_boundaries(block_size, window):
+    """Whole prompts, chunks after a prefix and decodes in one launch, with an empty sequence and padding among them."""
+    block_n = 32
+    lens = attention_lens(block_size, block_n)
+    new = [1 if i % 3 == 0 else (n if i % 3 == 1 else max(1, n - block_size)) for i, n in enumerate(lens)]
+    lens, new = [*lens, 0, 7, 0], [*new, 0, 0, 2]
+    cache = Cache(lens, block_size, 2, 16, torch.float32)
+    q = torch.randn(sum(new), 6, 16)
+    starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+    args = (q, cache.k, cache.v, starts, cache.lens, cache.tables, 0.3, window)
+    tile = prefill.PrefillTile(32, block_n, 4, 1)
+    close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
+
+
+@pytest.mark.parametrize(("head_dim", "group", "dtype"), HEADS)
+def test_prefill_head_dims(dtype, head_dim, group):
+    cache = Cache([5, 20], 16, 2, head_dim, dtype)
+    q = torch.randn(7, 2 * group, head_dim).to(dtype)
+    starts = torch.tensor([0, 5, 7], dtype=torch.int32)
+    args = (q, cache.k, cache.v, starts, cache.lens, cache.tables, head_dim**-0.5)
+    tile = prefill.PrefillTile(16, 16, 4, 1)
+    close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
+
+
+def test_prefill_group_larger_than_tile():
+    cache = Cache([9], 16, 1, 16, torch.float32)
+    args = (torch.randn(9, 33, 16), cache.k, cache.v, torch.tensor([0, 9]).int(), cache.lens, cache.tables, 0.25)
+    tile = prefill.PrefillTile(16, 16, 4, 1)
+    close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
+
+
+def test_prefill_descriptors():
+    """The copy-engine path reads whole tiles only; what lies behind the context in the last block may be NaN."""
+    cache = Cache([31, 32, 33, 70], 32, 2, 32, torch.float32)
+    q = torch.randn(31 + 32 + 33 + 40, 4, 32)
+    starts = torch.tensor([0, 31, 63, 96, 136], dtype=torch.int32)
+    args = (q, cache.k, cache.v, starts, cache.lens, cache.tables, 0.2)
+    tile = prefill.PrefillTile(16, 16, 4, 1, use_desc=True)
+    close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
+
+
+@pytest.mark.parametrize(("num_splits", "fused_merge"), [(1, False), (2, False), (3, True), (5, False)])
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (16, 1), (32, 70)])
+def test_decode_boundaries(num_splits, block_size, window, fused_merge):
+    lens = [0, 1, 16, 17, 63, 64, 65, 129, 200, 0]
+    cache = Cache(lens, block_size, 2, 16, torch.float32)
+    q = torch.randn(len(lens), 6, 16)
+    launch = decode.DecodeLaunch(num_splits, 32, fused_merge=fused_merge)
+    workspace = decode.DecodeWorkspace.allocate(len(lens), 6, num_splits, 16, q.device)
+    workspace.parts.fill_(float("nan"))
+    workspace.logsums.fill_(float("nan"))
+    starts = torch.arange(len(lens) + 1)
+    expected = paged_attention_reference(q, cache.k, cache.v, starts, cache.lens, cache.tables, 0.3, window)
+    for _ in range(2 if fused_merge else 1):  # the second launch finds the counters as the first left them
+        got = decode.decode_attention(
+            q, cache.k, cache.v, cache.lens, cache.tables, 0.3, launch, window, workspace=workspace
+        )
+        close(got, expected)
+    assert workspace.counters.sum() == 0
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+
+
+@pytest.mark.parametrize(("head_dim", "group", "dtype"), [*HEADS, (64, 17, torch.bfloat16)])
+def test_decode_head_dims(dtype, head_dim, group):
+    cache = Cache([5, 100], 16, 2, head_dim, dtype)
+    q = torch.randn(2, 2 * group, head_dim).to(dtype)
+    launch = decode.fit_launch(decode.DecodeLaunch(2), head_dim, q.element_size(), (8, 0))
+    got = decode.decode_attention(q, cache.k, cache.v, cache.lens, cache.tables, head_dim**-0.5, launch)
+    starts = torch.arange(3)
+    close(got, paged_attention_reference(q, cache.k, cache.v, starts, cache.lens, cache.tables, head_dim**-0.5))
+
+
+def test_decode_launch_rule():
+    """The rule as documented: no split when the batch fills the card, none shorter than MIN_KEYS, at most 64."""
+    assert decode.choose_launch(256, 8, 4096, 132).num_splits == 1
+    assert decode.choose_launch(64, 8, 4096, 132).num_splits == 4
+    assert decode.choose_launch(1, 8, 1024, 132).num_splits == 16
+    assert decode.choose_launch(1, 8, 10**6, 132).num_splits == 64
+    assert decode.choose_launch(1, 8, 63, 132).num_splits == 1
+
+
+@pytest.mark.parametrize("vocab", [1, 2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampling(vocab, dtype):
+    rows = 6
+    logits = (torch.randn(rows, vocab + 8) * 4).to(dtype)
+    temperatures = torch.tensor([0.0, 0.6, 1.0, 2.0, 0.0, 0.01])
+    seeds = torch.tensor([0, 1, -5, 2**40 + 3, 7, 2**63 - 1])
+    positions = torch.tensor([0, 1, 100, 4095, 5, 2**31 - 1])
+    expected = sampling.gumbel_argmax_reference(logits[:, :vocab], temperatures, seeds, positions)
+    got = triton_sampling.sample(logits, temperatures, seeds, positions, vocab_size=vocab)
+    assert torch.equal(got, expected)
+    assert torch.equal(got[0], logits[0, :vocab].argmax())
+    order = torch.tensor([3, 0, 5, 1])  # another batch, the same tokens
+    again = triton_sampling.sample(logits[order], temperatures[order], seeds[order], positions[order], vocab_size=vocab)
+    assert torch.equal(again, expected[order])
+
+
+def test_sampling_bad_rows_stay_in_range():
+    logits = torch.randn(4, 3000)
+    logits[0] = float("-inf")
+    logits[1] = float("nan")
+    logits[2, :2500] = float("-inf")
+    logits[3, 5] = float("nan")
+    temperatures = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    seeds, positions = torch.arange(4), torch.arange(4)
+    got = triton_sampling.sample(logits, temperatures, seeds, positions)
+    assert ((got >= 0) & (got < 3000)).all()
+    assert got[2] >= 2500
+    assert got[3] == logits[3].nan_to_num(float("-inf")).argmax()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [64, 576, 1024])
+def test_gemv(rows, size):
+    x, weight, bias = torch.randn(rows, size), torch.randn(21, size) / size**0.5, torch.randn(21)
+    torch.testing.assert_close(gemv.gemv(x, weight), x @ weight.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gemv.gemv(x, weight, bias), x @ weight.T + bias, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemv_fusions(dtype):
+    rows, size = 2, 96
+    x, weight = torch.randn(rows, size).to(dtype), (torch.randn(22, size) / 10).to(dtype)
+    gain, residual = torch.randn(size).to(dtype), torch.randn(rows, 22).to(dtype)
+    normed = norm.rms_norm(x.float(), gain.float(), 1e-5)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    got = gemv.gemv(x, weight, norm=(gain, 1e-5), gated=True)
+    torch.testing.assert_close(got.float(), activation.silu_mul(normed @ weight.float().T), **tolerance)
+    expected = x.float() @ weight.float().T + residual.float()
+    got = gemv.gemv(x, weight, residual=residual, out=residual)
+    assert got is residual
+    torch.testing.assert_close(got.float(), expected, **tolerance)
+
+
+def test_advance():
+    block_size, rows = 4, 5
+    context_lens = torch.tensor([4, 0, 3, 8, 1], dtype=torch.int32)
+    positions = context_lens.long() - 1
+    positions[1] = 0
+    tokens, slots = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 99)
+    tables = torch.tensor([[3, 1], [0, 0], [4, 0], [6, 5], [2, 0]], dtype=torch.int32)
+    out, step = torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    sampled = torch.arange(10, 15)
+    decode_state.advance(sampled, tokens, positions, context_lens, slots, tables, out, step, block_size)
+    assert tokens.tolist() == [10, 0, 12, 13, 14]
+    assert positions.tolist() == [4, 0, 3, 8, 1]
+    assert context_lens.tolist() == [5, 0, 4, 9, 2]
+    # Row 0 enters its second block, row 1 is padding, row 3 has outgrown its table.
+    assert slots.tolist() == [1 * 4, -1, 4 * 4 + 3, -1, 2 * 4 + 1]
+    decode_state.advance(sampled + 10, tokens, positions, context_lens, slots, tables, out, step, block_size)
+    assert out.tolist() == [[10, 20], [0, 0], [12, 22], [13, 23], [14, 24]]
+    assert step.item() == 2
+    assert slots.tolist() == [1 * 4 + 1, -1, 0 * 4, -1, 2 * 4 + 2]

@@ -1,0 +1,448 @@
+"""Scheduler, directed cases. "Lesson n" refers to a fault that similar engines had."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.errors import RequestError
+from nanovllm.scheduling.plan import StepPlan, StepResult
+from nanovllm.scheduling.policy import make_policy
+from nanovllm.scheduling.scheduler import Scheduler, SchedulerLimits
+from nanovllm.scheduling.sequence import Sequence, Status, StopRule
+from tests.simulation.simulator import FakeDevice, Request, Setup, check_plan, check_scheduler, expected
+
+
+class Engine:
+    """One step at a time, keeping every plan."""
+
+    def __init__(self, **setup: object) -> None:
+        self.setup = Setup(**setup)  # type: ignore[arg-type]
+        self.scheduler = self.setup.scheduler()
+        self.device = FakeDevice(self.setup)
+        self.plans: list[StepPlan] = []
+
+    def add(self, seq_id: int, prompt: tuple[int, ...], max_tokens: int = 5, **request: object) -> Sequence:
+        seq = Request(seq_id, prompt, StopRule(max_tokens), **request).sequence()  # type: ignore[arg-type]
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        check_plan(self.scheduler, plan)
+        if plan.entries:
+            self.plans.append(plan)
+            self.scheduler.commit(plan, self.device.execute(plan))
+        check_scheduler(self.scheduler)
+        return plan
+
+    def run(self, limit: int = 300) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        pytest.fail("livelock")
+
+    def right(self, seq: Sequence) -> bool:
+        request = Request(seq.seq_id, tuple(seq.token_ids[: seq.num_prompt]), seq.stop, salt=seq.cache_salt)
+        return (seq.token_ids[seq.num_prompt :], seq.finish_reason) == expected(request, self.setup)
+
+
+def shape(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
+    return [(entry.seq_id, entry.start, entry.num_new, entry.samples) for entry in plan.entries]
+
+
+# ---- what can never fit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_prompt", "fits"), [(31, True), (32, False), (33, False)])
+def test_a_prompt_larger_than_the_cache_is_refused_and_others_go_on(num_prompt: int, fits: bool) -> None:
+    """Lesson 2: the limit is in the message, and the request behind the refused one is served."""
+    engine = Engine(num_blocks=8, block_size=4)
+    if fits:
+        large = engine.add(0, (3,) * num_prompt)
+    else:
+        with pytest.raises(RequestError, match=rf"{num_prompt} tokens .*32.*num_kvcache_blocks"):
+            engine.add(0, (3,) * num_prompt)
+    small = engine.add(1, (1, 2))
+    engine.run()
+    assert engine.right(small)
+    assert not fits or (engine.right(large) and large.num_output == 2)  # token 31 fits, token 32 needs no slot
+
+
+@pytest.mark.parametrize(("num_prompt", "fits"), [(9, True), (10, False), (11, False)])
+def test_a_prompt_that_leaves_no_room_below_max_model_len_is_refused(num_prompt: int, fits: bool) -> None:
+    engine = Engine(max_model_len=10)
+    if not fits:
+        with pytest.raises(RequestError, match=rf"{num_prompt} tokens.*max_model_len=10.*shorten"):
+            engine.add(0, (3,) * num_prompt)
+        assert not engine.scheduler.has_work
+        return
+    seq = engine.add(0, (3,) * num_prompt)
+    engine.run()
+    assert (seq.num_output, seq.finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_max_model_len_ends_a_sequence(decode_steps: int) -> None:
+    """Lesson 5: no token at or beyond position max_model_len is ever fed, also when several steps run at once."""
+    engine = Engine(num_blocks=20, max_model_len=10, decode_steps=decode_steps)
+    seqs = [engine.add(i, (i + 1,) * (3 + i), max_tokens=100) for i in range(3)]
+    engine.run()
+    for seq in seqs:
+        assert (len(seq.token_ids), seq.finish_reason) == (10, "length")
+        assert engine.right(seq)
+    for plan in engine.plans:
+        assert all(entry.start + entry.num_new + plan.num_steps - 1 < 10 for entry in plan.entries)
+
+
+def test_one_sequence_that_outgrows_the_cache_ends_with_a_reason() -> None:
+    """Lesson 3: it used to preempt itself for ever. It gives way to nobody and blocks nobody."""
+    engine = Engine(num_blocks=4, block_size=4)
+    large, small = engine.add(0, (1, 2, 3), max_tokens=1000), engine.add(1, (4, 5), max_tokens=6)
+    ended = []
+    for _ in range(100):
+        engine.step()
+        ended += engine.scheduler.take_ended()
+    assert not engine.scheduler.has_work
+    assert ended == [large]
+    assert engine.scheduler.take_ended() == []
+    assert large.finish_reason == "length"
+    assert "16 tokens" in str(large.stop_reason)
+    assert len(large.token_ids) == 17
+    assert engine.right(large)
+    assert engine.right(small)
+
+
+def test_a_preempted_sequence_that_no_longer_fits_ends_too() -> None:
+    engine = Engine(num_blocks=4, block_size=4)
+    seq = engine.add(0, (1, 2, 3), max_tokens=1000)
+    while len(seq.token_ids) < 17:
+        engine.step()
+    engine.scheduler._preempt(seq)
+    plan = engine.step()
+    assert not plan.entries
+    assert engine.scheduler.take_ended() == [seq]
+    assert seq.finish_reason == "length"
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 7, 8, 9])
+def test_max_num_seqs_bounds_the_running_set(max_num_seqs: int) -> None:
+    """Lesson 6: 21 sequences ran with a limit of 8."""
+    engine = Engine(num_blocks=200, max_num_seqs=max_num_seqs, max_num_batched_tokens=300)
+    seqs = [engine.add(i, (i, 1, 2), max_tokens=3 + i % 4) for i in range(21)]
+    most = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    assert most <= max_num_seqs
+    assert max(len(plan.entries) for plan in engine.plans) == max_num_seqs
+    assert all(engine.right(seq) for seq in seqs)
+
+
+def test_a_long_prompt_does_not_stop_the_decodes() -> None:
+    """Lesson 6: prefill first starved decodes for 20 steps. Here every decode gets its token in every step."""
+    engine = Engine(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=8)
+    first, second = engine.add(0, (1, 2, 3), 30), engine.add(1, (4, 5), 30)
+    engine.step()
+    engine.add(2, tuple(range(60)), 3)
+    engine.step()
+    for _ in range(6):
+        plan = engine.step()
+        assert [entry.num_new for entry in plan.entries] == [1, 1, 6]
+    assert (first.num_output, second.num_output) == (8, 8)
+
+
+def test_a_decode_behind_an_unfinished_prompt_keeps_its_token_of_the_budget() -> None:
+    """An urgent prompt ranks before running decodes and would take the whole budget."""
+    engine = Engine(num_blocks=200, max_num_seqs=3, max_num_batched_tokens=8, policy="priority")
+    decode = engine.add(0, (1, 2), 30, priority=9)
+    engine.step()
+    engine.add(1, tuple(range(40)), 3, priority=0)
+    engine.step()
+    assert shape(engine.step()) == [(1, 7, 7, False), (0, 3, 1, True)]
+    assert decode.num_output == 3
+
+
+def test_a_budget_below_max_num_seqs_is_our_mistake() -> None:
+    limits = SchedulerLimits(max_num_seqs=9, max_num_batched_tokens=8, max_model_len=100)
+    with pytest.raises(AssertionError):
+        Scheduler(limits, Setup().scheduler().blocks, make_policy("fcfs"))
+
+
+@pytest.mark.parametrize("num_prompt", [7, 8, 9, 16, 17])
+def test_a_prompt_is_computed_in_chunks_of_the_budget(num_prompt: int) -> None:
+    engine = Engine(num_blocks=20, max_num_seqs=1, max_num_batched_tokens=8)
+    seq = engine.add(0, tuple(range(num_prompt)), 2)
+    engine.run()
+    chunks = [engine.plans[i].entries[0] for i in range(-(-num_prompt // 8))]
+    assert [c.start for c in chunks] == list(range(0, num_prompt, 8))
+    assert sum(c.num_new for c in chunks) == num_prompt
+    assert [c.samples for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert engine.right(seq)
+
+
+# ---- prefix cache and preemption -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 7, 8, 9])
+def test_a_full_hit_still_computes_one_token(num_prompt: int) -> None:
+    """Lessons 8 and 10: the same prompt twice, at k*block-1, k*block and k*block+1, and down to one token."""
+    engine = Engine(num_blocks=20)
+    first = engine.add(0, tuple(range(num_prompt)), 3)
+    engine.run()
+    again = engine.add(1, tuple(range(num_prompt)), 3)
+    plan = engine.step()
+    cached = (num_prompt - 1) // 4 * 4
+    assert shape(plan) == [(1, cached, num_prompt - cached, True)]
+    engine.run()
+    assert again.num_cached_tokens == cached
+    assert again.token_ids == first.token_ids
+    assert engine.right(again)
+
+
+def test_identical_prompts_of_one_step_are_computed_once() -> None:
+    """Lesson 11: n completions of one prompt, or two clients with one system prompt, arriving together."""
+    engine = Engine(num_blocks=20, max_num_batched_tokens=100)
+    seqs = [engine.add(i, tuple(range(9)), 4) for i in range(3)]
+    plan = engine.step()
+    assert shape(plan) == [(0, 0, 9, True), (1, 8, 1, True), (2, 8, 1, True)]
+    assert seqs[0].block_table[:2] == seqs[1].block_table[:2] == seqs[2].block_table[:2]
+    assert engine.scheduler.blocks.num_used == 5
+    engine.run()
+    assert all(engine.right(seq) for seq in seqs)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("when", [0, 1, 2, 3, 4, 5, 6])
+def test_a_preempted_sequence_goes_on_where_it_was(caching: bool, when: int) -> None:
+    """Lesson 9: preempted with output tokens, and with its prefix in the cache, it computes exactly what is missing,
+    on both sides of a block's edge."""
+    engine = Engine(num_blocks=20, caching=caching)
+    seq = engine.add(0, tuple(range(6)), 12)
+    for _ in range(when):
+        engine.step()
+    if when:
+        engine.scheduler._preempt(seq)
+        check_scheduler(engine.scheduler)
+        assert seq.status is Status.WAITING
+        length = len(seq.token_ids)
+        cached = (length - 1) // 4 * 4 if caching else 0
+        plan = engine.step()
+        assert shape(plan) == [(0, cached, length - cached, True)]
+        assert plan.departures == (0,)
+        assert plan.arrivals[0].token_ids == tuple(seq.token_ids[:length])
+        assert seq.num_cached_tokens == 0  # of the prompt, when it first ran
+    engine.run()
+    assert engine.right(seq)
+    assert seq.num_preemptions == (when > 0)
+
+
+def test_preempted_in_the_middle_of_its_prompt() -> None:
+    """Lesson 9: no output token yet, part of the prompt computed."""
+    engine = Engine(num_blocks=20, max_num_seqs=1, max_num_batched_tokens=5)
+    seq = engine.add(0, tuple(range(12)), 3)
+    engine.step()
+    engine.scheduler._preempt(seq)
+    assert shape(engine.step()) == [(0, 4, 5, False)]
+    engine.run()
+    assert engine.right(seq)
+
+
+def test_the_last_in_line_gives_way_and_the_first_never_does() -> None:
+    engine = Engine(num_blocks=5, block_size=4, max_num_seqs=3, max_num_batched_tokens=30)
+    seqs = [engine.add(i, (i + 1,) * 3, 9) for i in range(3)]
+    engine.run()
+    assert seqs[0].num_preemptions == 0
+    assert sum(seq.num_preemptions for seq in seqs) > 0
+    assert engine.scheduler.num_preemptions == sum(seq.num_preemptions for seq in seqs)
+    assert all(engine.right(seq) for seq in seqs)
+
+
+def test_salt_separates_requests() -> None:
+    engine = Engine(num_blocks=20, max_num_batched_tokens=60)
+    seqs = [engine.add(i, tuple(range(9)), 2, salt=salt) for i, salt in enumerate(["", "a", "b", "a"])]
+    assert [entry.start for entry in engine.step().entries] == [0, 0, 0, 8]
+    engine.run()
+    assert all(engine.right(seq) for seq in seqs)
+
+
+# ---- decode steps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 8])
+def test_tokens_after_a_stop_are_dropped(k: int) -> None:
+    engine = Engine(num_blocks=40, decode_steps=k)
+    free = Request(0, (1, 2, 3), StopRule(40))
+    output, _ = expected(free, engine.setup) or ([], "")
+    for at in (1, 2, 5, 8, 9, 10):
+        stop = StopRule(40, min_tokens=at, eos_token_ids=frozenset({output[at - 1]}))
+        seq = Request(at, (1, 2, 3), stop).sequence()
+        engine.scheduler.add(seq)
+        engine.run()
+        assert seq.token_ids[3:] == output[:at]
+        assert (seq.finish_reason, seq.stop_reason) == ("stop", None)
+
+
+def test_several_steps_only_if_nobody_is_kept_waiting() -> None:
+    engine = Engine(num_blocks=40, max_num_seqs=2, decode_steps=4)
+    engine.add(0, (1, 2, 3), 30)
+    assert engine.step().num_steps == 1  # a prompt
+    assert engine.step().num_steps == 4
+    engine.add(1, (1, 2, 3, 4), 6)
+    assert engine.step().num_steps == 1  # a prompt and a decode
+    assert engine.step().num_steps == 4
+    engine.add(2, (5,), 1)  # must wait: both places are taken
+    assert engine.step().num_steps == 1
+    engine.run()
+    assert max(plan.num_steps for plan in engine.plans) == 4
+
+
+def test_no_more_steps_than_anybody_wants() -> None:
+    engine = Engine(num_blocks=40, decode_steps=8)
+    engine.add(0, (1, 2, 3), 4)
+    engine.add(1, (1, 2, 3), 6)
+    engine.run()
+    assert [plan.num_steps for plan in engine.plans] == [1, 5]
+
+
+def test_one_step_if_blocks_for_several_are_short() -> None:
+    engine = Engine(num_blocks=3, block_size=2, decode_steps=4)
+    seq = engine.add(0, (1, 2), 9)
+    engine.run()
+    assert [plan.num_steps for plan in engine.plans] == [1, 4, 1][: len(engine.plans)]
+    assert len(seq.token_ids) == 7
+    assert engine.right(seq)
+
+
+# ---- abort, stop, overlap --------------------------------------------------------------------------------------------
+
+
+def test_abort_while_waiting() -> None:
+    engine = Engine(max_num_seqs=1)
+    first, second = engine.add(0, (1, 2)), engine.add(1, (3, 4))
+    engine.step()
+    assert engine.scheduler.abort(1) is second
+    assert second.finish_reason == "abort"
+    engine.run()
+    assert engine.right(first)
+    assert all(entry.seq_id == 0 for plan in engine.plans for entry in plan.entries)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_abort_while_running(steps: int) -> None:
+    engine = Engine(num_blocks=10, max_num_seqs=1, max_num_batched_tokens=8)
+    seq = engine.add(0, tuple(range(12)))  # after one step in the middle of its prompt, then decoding
+    for _ in range(steps):
+        engine.step()
+    assert engine.scheduler.abort(0, "gone") is seq
+    assert (seq.finish_reason, seq.block_table) == ("gone", [])
+    assert engine.scheduler.blocks.num_free == 10
+    assert not engine.scheduler.has_work
+    check_scheduler(engine.scheduler)
+
+
+def test_abort_while_preempted_in_flight_finished_or_unknown() -> None:
+    engine = Engine(num_blocks=10)
+    scheduler = engine.scheduler
+    seq = engine.add(0, (1, 2, 3))
+    engine.step()
+    scheduler._preempt(seq)
+    assert scheduler.abort(0) is seq
+    assert not scheduler.has_work
+
+    seq = engine.add(1, (1, 2, 3))
+    plan = scheduler.schedule()
+    assert scheduler.abort(1) is seq
+    assert scheduler.blocks.num_held == 1
+    check_scheduler(scheduler)
+    assert scheduler.commit(plan, engine.device.execute(plan)) == []
+    assert scheduler.blocks.num_free == 10
+    assert seq.num_output == 0
+
+    assert scheduler.abort(1) is None  # finished
+    assert scheduler.abort(12345) is None
+
+
+def test_preempted_while_a_step_in_flight_samples_for_it() -> None:
+    """It cannot run again before that token is known; the token counts, and may even end it."""
+    for max_tokens in (2, 3):
+        engine = Engine(num_blocks=10)
+        scheduler = engine.scheduler
+        seq = engine.add(0, (1, 2, 3), max_tokens)
+        engine.step()
+        plan = scheduler.schedule()
+        scheduler._preempt(seq)
+        assert not scheduler.schedule().entries
+        (progress,) = scheduler.commit(plan, engine.device.execute(plan))
+        assert len(progress.token_ids) == 1
+        assert seq.finished == (max_tokens == 2)
+        check_scheduler(scheduler)
+        engine.run()
+        assert engine.right(seq)
+
+
+def test_nothing_is_planned_beyond_what_a_sequence_may_sample() -> None:
+    """With steps in flight the last token is not known, but that it is the last one is."""
+    scheduler = Setup(num_blocks=10).scheduler()
+    scheduler.add(Request(0, (1, 2, 3), StopRule(2)).sequence())
+    first, second, third = (scheduler.schedule() for _ in range(3))
+    assert shape(first) == [(0, 0, 3, True)]
+    assert shape(second) == [(0, 3, 1, True)]
+    assert not third.entries
+    scheduler.commit(first, StepResult([[7]]))
+    (progress,) = scheduler.commit(second, StepResult([[8]]))
+    assert progress.seq.finish_reason == "length"
+    assert not scheduler.has_work
+
+
+def test_plans_are_committed_in_order() -> None:
+    scheduler = Setup(num_blocks=10).scheduler()
+    scheduler.add(Request(0, (1, 2, 3), StopRule(5)).sequence())
+    scheduler.schedule()
+    second = scheduler.schedule()
+    with pytest.raises(AssertionError):
+        scheduler.commit(second, StepResult([[7]]))
+
+
+def test_a_stop_string_is_found_by_the_caller_and_logprobs_are_cut_with_it() -> None:
+    setup = Setup(num_blocks=10, decode_steps=4)
+    limits = SchedulerLimits(4, 16, 1000, 4)
+    asked: list[int] = []
+
+    def text_stop(seq: Sequence) -> str | None:
+        asked.append(seq.num_output)
+        return "END" if seq.num_output == 3 else None
+
+    scheduler = Scheduler(limits, setup.scheduler().blocks, make_policy("fcfs"), text_stop)
+    scheduler.add(Request(0, (1, 2), StopRule(10, stop_token_ids=frozenset({9}))).sequence())
+    plan = scheduler.schedule()
+    scheduler.commit(plan, StepResult([[5]], logprobs=[["a"]]))
+    plan = scheduler.schedule()
+    (progress,) = scheduler.commit(plan, StepResult([[6, 7, 9, 8]], logprobs=[["b", "c", "d", "e"]]))
+    assert progress.token_ids == [6, 7]
+    assert progress.logprobs == ["b", "c"]
+    assert (progress.seq.finish_reason, progress.seq.stop_reason) == ("stop", "END")
+    assert asked == [1, 2, 3]
+
+
+def test_stop_rule() -> None:
+    rule = StopRule(4, min_tokens=2, eos_token_ids=frozenset({1}), stop_token_ids=frozenset({2}))
+    assert rule.ends(1, 1) is None
+    assert rule.ends(2, 1) is None
+    assert rule.ends(1, 2) == ("stop", None)
+    assert rule.ends(2, 2) == ("stop", 2)
+    assert rule.ends(3, 3) is None
+    assert rule.ends(3, 4) == ("length", None)
+    assert rule.ends(2, 4) == ("stop", 2)
+
+
+def test_a_plan_says_only_what_is_new() -> None:
+    engine = Engine(num_blocks=10, block_size=2)
+    engine.add(0, (1, 2, 3), 6)
+    engine.run()
+    told = [(entry.first_block, len(entry.block_ids)) for plan in engine.plans for entry in plan.entries]
+    assert told == [(0, 2), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0)]
+    assert [len(plan.arrivals) for plan in engine.plans] == [1, 0, 0, 0, 0, 0]

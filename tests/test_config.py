@@ -1,0 +1,142 @@
+"""EngineConfig: every bad value is refused with the value, the limit and a way out; good ones pass unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nanovllm import ConfigError, EngineConfig, NanoVLLMError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def refusal(**options: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(**options)
+    assert isinstance(caught.value, NanoVLLMError)
+    assert isinstance(caught.value, ValueError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 65537, 1.5, "8", True, None, NAN])
+def test_max_num_seqs(value: object) -> None:
+    message = refusal(max_num_seqs=value)
+    assert f"max_num_seqs={value!r}" in message
+    assert "[1, 65536]" in message
+    assert "256" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "limit"),
+    [
+        ("max_model_len", [0, 1, -5, 2**24 + 1, 3.0, True], "[2, 16777216]"),
+        ("max_num_batched_tokens", [0, -1, 2**20 + 1, "many", False], "[1, 1048576]"),
+        ("kvcache_block_size", [0, 15, 257, 16.0, True], "[16, 256]"),
+        ("num_kvcache_blocks", [0, -1, 2**31, 1e9], "[1, 2147483647]"),
+        ("max_wait_steps", [-1, 0.5, True], "[0, 2147483647]"),
+        ("decode_steps", [0, 65, None, True], "[1, 64]"),
+        ("tensor_parallel_size", [0, -2, 1025, "2"], "[1, 1024]"),
+        ("seed", [2**64, -(2**63) - 1, 0.5, None], "18446744073709551615]"),
+        ("gpu_memory_utilization", [0, -0.5, 1.01, NAN, INF, "0.9", True], "(0, 1]"),
+        ("cpu_kvcache_gb", [0, -1, NAN, INF, "2"], "positive"),
+        ("enable_prefix_caching", [1, None, "yes"], "True or False"),
+        ("enforce_eager", [0], "True or False"),
+        ("skip_tokenizer_init", ["no"], "True or False"),
+        ("device", ["gpu", None, 0, ["cpu"]], "auto, cpu, cuda"),
+        ("dtype", ["int8", None, 16], "auto, float32, float16, bfloat16"),
+        ("load_format", ["pickle", True], "auto, dummy"),
+        ("scheduling_policy", ["FCFS", "lifo", None], "fcfs, sjf, priority"),
+        ("attn_backend", ["xformers", ""], "sdpa"),
+        ("model", ["", 5], "folder"),
+    ],
+)
+def test_bad_values_are_refused_by_name_with_the_limit(name: str, bad: list[object], limit: str) -> None:
+    for value in bad:
+        message = refusal(**{name: value})
+        assert f"{name}=" in message, message
+        assert limit in message, message
+        assert str(value) in message, message
+
+
+@pytest.mark.xfail(strict=True, reason="not refused properly yet")
+@pytest.mark.parametrize(("name", "value"), [("cpu_kvcache_gb", True), ("gpu_memory_utilization", 10**400)])
+def test_a_bool_is_no_number_and_a_huge_integer_no_crash(name: str, value: object) -> None:
+    refusal(**{name: value})
+
+
+@pytest.mark.parametrize(("value", "near"), [(17, 16), (24, 16), (48, 32), (100, 64), (255, 128)])
+def test_block_size_must_be_a_power_of_two_and_the_nearest_below_is_offered(value: int, near: int) -> None:
+    assert refusal(kvcache_block_size=value) == f"kvcache_block_size={value}: must be a power of two (try {near})"
+
+
+def test_the_token_budget_covers_a_decode_of_everyone() -> None:
+    message = refusal(max_num_seqs=64, max_num_batched_tokens=63)
+    assert "63" in message
+    assert "64" in message
+    assert "raise" in message
+    assert EngineConfig(max_num_seqs=64, max_num_batched_tokens=64).max_num_batched_tokens == 64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_model_len": 2},
+        {"max_model_len": 2**24},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"gpu_memory_utilization": 1},
+        {"gpu_memory_utilization": 1e-6},
+        {"kvcache_block_size": 16},
+        {"kvcache_block_size": 256},
+        {"num_kvcache_blocks": 1},
+        {"max_wait_steps": 0},
+        {"max_wait_steps": None},
+        {"decode_steps": 64},
+        {"seed": -1},
+        {"seed": 2**64 - 1},
+        {"scheduling_policy": "sjf"},
+        {"device": "cpu", "dtype": "float32", "enforce_eager": True, "load_format": "dummy"},
+    ],
+)
+def test_good_values_pass(options: dict[str, object]) -> None:
+    config = EngineConfig.from_options(**options)
+    assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("typo", "near"),
+    [
+        ("max_num_seq", "max_num_seqs"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("enable_prefix_cache", "enable_prefix_caching"),
+        ("kv_cache_block_size", "kvcache_block_size"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_nearest_name(typo: str, near: str) -> None:
+    message = refusal(**{typo: 1})
+    assert repr(typo) in message
+    assert f"did you mean {near!r}" in message
+
+
+def test_an_option_like_nothing_known_is_answered_with_the_list() -> None:
+    message = refusal(zzz=1)
+    for field in dataclasses.fields(EngineConfig):
+        assert field.name in message
+
+
+def test_dtype_as_torch_prints_it_and_model_none() -> None:
+    class FakeDtype:
+        def __str__(self) -> str:
+            return "torch.bfloat16"
+
+    assert EngineConfig.from_options(dtype=FakeDtype()).dtype == "bfloat16"
+    assert EngineConfig.from_options(model=None).model == EngineConfig().model
+
+
+def test_frozen() -> None:
+    config = EngineConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_num_seqs = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        EngineConfig("smollm2")  # type: ignore[misc]
