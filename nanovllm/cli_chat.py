@@ -70,7 +70,7 @@ class Chat:
             note("the conversation is forgotten")
         elif name == "/stats":
             blocks = self.engine.scheduler.blocks
-            note(f"{len(self.outputs)} answers | {self.speed.line(self.outputs)}")
+            note(f"answers: {len(self.outputs)} | {self.speed.line(self.outputs)}")
             # Between answers no block is owned, but the conversation is still found in them.
             note(f"KV cache: {blocks.num_blocks} blocks of {blocks.block_size} tokens, "
                  f"{blocks.num_hits} of {blocks.num_queries} prompt tokens were found in it")  # fmt: skip

@@ -12,17 +12,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.select import select_backend
 from nanovllm.bench.report import versions
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import DEFAULT_BLOCK_SIZE, resolve_max_model_len
-from nanovllm.errors import ModelError
+from nanovllm.errors import ConfigError, ModelError
 from nanovllm.executor.kv_cache import CacheLayout, block_bytes
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, attention_specs
+from nanovllm.ops.opset import choose_ops
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
@@ -50,8 +53,9 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     selection = select_backend(config.attn_backend, specs, device)
     facts["attention_backends"] = dict(selection.reasons)
     max_model_len = resolve_max_model_len(config, model)
-    parts = Parts(selection.backend, torch.empty(0, dtype=dtype, device="meta"), Parallel(), max_model_len)
-    num_parameters = sum(p.numel() for p in find_family(model)(model, parts).parameters())
+    build = Build(dtype, torch.device("meta"), choose_ops(device.is_gpu), Parallel())
+    skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len))
+    num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     facts["model"] = {
         "name": config.model, "path": str(path), "architecture": model.architecture, "dtype": str(dtype)[6:],
         "num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_heads": model.num_heads,
@@ -59,23 +63,32 @@ def collect(config: EngineConfig) -> dict[str, Any]:
         "max_model_len": max_model_len, "num_parameters": num_parameters,
         "weight_bytes": num_parameters * dtype.itemsize,
     }  # fmt: skip
-    block_size = config.kvcache_block_size or DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
-    spare = spare_bytes(config, device, num_parameters * dtype.itemsize)
-    layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
-    facts["memory_plan"] = {
-        "kv_bytes_per_token": block_bytes(specs, 1), "kv_block_size": block_size, "kv_blocks": layout.num_blocks,
-        "kv_bytes": layout.num_bytes, "kv_tokens": layout.num_tokens,
-        "full_length_sequences": round(layout.num_tokens / max_model_len, 2),
-    }  # fmt: skip
+    facts["memory_plan"] = plan_memory(config, device, specs, max_model_len, num_parameters * dtype.itemsize)
     return facts
 
 
-def spare_bytes(config: EngineConfig, device: Device, weight_bytes: int) -> int:
-    """What the executor would find after loading; on a GPU the room for a step's activations is not known here."""
-    if not device.is_gpu:
-        return int(config.cpu_kvcache_gb * 2**30)
-    free, total = device.memory()
-    return min(free, int(total * config.gpu_memory_utilization)) - weight_bytes
+def plan_memory(
+    config: EngineConfig, device: Device, specs: list[AttentionSpec], max_model_len: int, weight_bytes: int
+) -> dict[str, Any]:
+    """As the executor would plan it; on a GPU less precisely, for it tries a step to see what that takes."""
+    block_size = config.kvcache_block_size or DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
+    plan: dict[str, Any] = {"kv_bytes_per_token": block_bytes(specs, 1), "kv_block_size": block_size}
+    spare = int(config.cpu_kvcache_gb * 2**30)
+    if device.is_gpu:
+        free, total = device.memory()
+        spare = min(free, int(total * config.gpu_memory_utilization)) - weight_bytes
+    try:
+        layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
+    except ConfigError as error:
+        return {**plan, "does_not_fit": str(error)}
+    num_blocks = layout.num_blocks
+    if config.num_kvcache_blocks is None and not device.is_gpu:
+        num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // block_size))
+    num_tokens = num_blocks * block_size
+    return {
+        **plan, "kv_blocks": num_blocks, "kv_bytes": num_blocks * layout.bytes_per_block, "kv_tokens": num_tokens,
+        "full_length_sequences": round(num_tokens / max_model_len, 2),
+    }  # fmt: skip
 
 
 def show(facts: dict[str, Any]) -> None:

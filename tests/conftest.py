@@ -59,3 +59,12 @@ def make_llm(llama: TinyModel) -> Iterator[Callable[..., LLM]]:
     yield make
     for llm in made:
         llm.close()
+
+
+@pytest.fixture(scope="module")
+def llm(llama: TinyModel) -> Iterator[LLM]:
+    """One engine for all tests of a file that leave it as they found it."""
+    with LLM(str(llama.path), device="cpu", max_num_seqs=16, max_num_batched_tokens=256, num_kvcache_blocks=256) as made:
+        yield made
+        assert not made.engine.has_unfinished_requests()
+        assert made.engine.scheduler.blocks.num_used == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
@@ -51,8 +52,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
         table.add_row(*[f"{value:,.3g}" if isinstance(value, float) and abs(value) < 100
                         else f"{value:,.0f}" if isinstance(value, float) else str(value) for value in row])  # fmt: skip
     # Into a pipe or a file there is no window to fit into, and 80 columns would break words.
-    console = Console(highlight=False)
-    console.print(table, width=console.width if console.is_terminal else 140)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def finish(report: dict[str, Any], save: bool) -> None:

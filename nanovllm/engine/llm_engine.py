@@ -71,15 +71,15 @@ class LLMEngine:
             device = Device.choose(config.device)
             kind = "gpu" if device.is_gpu else "cpu"
             block_size = config.kvcache_block_size or DEFAULT_BLOCK_SIZE[kind]
-            self.executor = LocalExecutor(config, self.model_config, checkpoint, device, self.max_model_len, block_size)
+            max_tokens = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[kind], config.max_num_seqs)
+            self.executor = LocalExecutor(
+                config, self.model_config, checkpoint, device, self.max_model_len, block_size, max_tokens
+            )
         finally:
             checkpoint.close()
         self.scheduler = Scheduler(
             SchedulerLimits(
-                config.max_num_seqs,
-                config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[kind], config.max_num_seqs),
-                self.max_model_len,
-                config.decode_steps,
+                config.max_num_seqs, max_tokens, self.max_model_len, config.decode_steps
             ),
             BlockManager(self.executor.layout.num_blocks, block_size, config.enable_prefix_caching),
             make_policy(config.scheduling_policy, config.max_wait_steps),

@@ -14,7 +14,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
-from nanovllm.executor.model_runner import InFlight, ModelRunner
+from nanovllm.executor.model_runner import InFlight, ModelRunner, try_largest_step
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
@@ -28,6 +28,8 @@ from nanovllm.weights.loader import load_dummy, load_weights
 
 logger = logging.getLogger("nanovllm")
 
+GRAPH_BYTES = 512 << 20  # kept free for captured graphs, the sampler's scratch and the libraries' own buffers
+
 
 class Runner(Protocol):
     overlap: int
@@ -38,7 +40,7 @@ class Runner(Protocol):
 class LocalExecutor:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
-        max_model_len: int, block_size: int,
+        max_model_len: int, block_size: int, max_num_batched_tokens: int,
     ) -> None:  # fmt: skip
         if config.tensor_parallel_size != 1:
             raise ConfigError(
@@ -50,7 +52,8 @@ class LocalExecutor:
         self.selection: Selection = select_backend(config.attn_backend, specs, self.device)
         logger.info("attention backend %s on %s", self.selection.backend.name, self.device.name)
         model = self._load(config, model_config, checkpoint, max_model_len)
-        layout = CacheLayout.fit([self._spare_bytes(config)], specs, block_size, config.num_kvcache_blocks)
+        spare = self._spare_bytes(config, model, max_model_len, max_num_batched_tokens)
+        layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
         most = config.max_num_seqs * -(-max_model_len // block_size)
         if config.num_kvcache_blocks is None and layout.num_blocks > most and not self.device.is_gpu:
             layout = CacheLayout(block_size, most, block_bytes(specs, block_size))  # more could never be used at once
@@ -68,13 +71,18 @@ class LocalExecutor:
             load_weights(model, checkpoint, model.rules)
         return model.eval()
 
-    def _spare_bytes(self, config: EngineConfig) -> int:
-        """Memory for the cache. On a GPU: our share of the card less what *we* already hold, and never more than is
-        really free; memory of other processes is not ours to count."""
-        free, total = self.device.memory()
+    def _spare_bytes(self, config: EngineConfig, model: Transformer, max_model_len: int, num_tokens: int) -> int:
+        """Memory for the cache. On a GPU: our share of the card, less what our tensors hold, less what the largest step
+        really took when it was tried; and never more than is free now. Memory of other processes only counts
+        where it makes the card full: it is not ours."""
         if not self.device.is_gpu:
             return int(config.cpu_kvcache_gb * 2**30)
-        return min(free, int(total * config.gpu_memory_utilization) - self.device.allocated_bytes())
+        step_bytes = self.device.peak_bytes(
+            lambda: try_largest_step(model, self.device, num_tokens, max_model_len, config.max_num_seqs)
+        )
+        free, total = self.device.memory()
+        ours = int(total * config.gpu_memory_utilization) - self.device.allocated_bytes()
+        return min(free, ours) - step_bytes - GRAPH_BYTES
 
     def _make_runner(self, config: EngineConfig, model: Transformer, max_model_len: int) -> Runner:
         seqs = config.max_num_seqs

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBatch
 from nanovllm.executor.input_batch import InputBatch, StepArrays
-from nanovllm.executor.kv_cache import CacheLayout
+from nanovllm.executor.kv_cache import CacheLayout, allocate
 from nanovllm.hardware.device import Device
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
@@ -149,3 +149,28 @@ class ModelRunner:
             else:
                 indices.append(torch.from_numpy(blocks[:count].astype(np.int64)).to(self.device.torch_device))
         return indices
+
+
+@torch.inference_mode()
+def try_largest_step(model: Transformer, device: Device, num_tokens: int, max_model_len: int, num_rows: int) -> None:
+    """Compute the step that takes the most memory, before there is a cache: nothing is stored (slots of -1), and all
+    block tables point to one small block."""
+    caches = allocate(CacheLayout(16, 1, 0), model.specs, device)
+    lens = [max_model_len - 1] * (num_tokens // (max_model_len - 1))
+    lens += [num_tokens - sum(lens)] * (sum(lens) < num_tokens)
+    where = {"device": device.torch_device}
+    starts = np.cumsum([0, *lens])
+    positions = torch.cat([torch.arange(n, **where) for n in lens])
+    batch = AttentionBatch(
+        query_lens=lens,
+        context_lens=lens,
+        blocks=[torch.zeros(-(-n // 16), dtype=torch.int64, **where) for n in lens],
+        device_query_starts=torch.tensor(starts, dtype=torch.int32, **where),
+        device_context_lens=torch.tensor(lens, dtype=torch.int32, **where),
+        device_block_tables=torch.zeros(len(lens), -(-max_model_len // 16), dtype=torch.int32, **where),
+        slots=torch.full((num_tokens,), -1, **where),
+        max_context_len=max(lens),
+    )
+    rows = torch.zeros(num_rows, dtype=torch.int64, **where)
+    hidden = model(Step(torch.zeros(num_tokens, dtype=torch.int64, **where), positions, rows, batch), caches)
+    model.logits(hidden).float()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +82,20 @@ class Device:
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def allocated_bytes(self) -> int:
-        """Held by this process's torch, in use or cached; 0 on a CPU, where nobody counts."""
-        return torch.cuda.memory_reserved(self.torch_device) if self.is_gpu else 0
+        """In use by this process's tensors; 0 on a CPU, where nobody counts."""
+        return torch.cuda.memory_allocated(self.torch_device) if self.is_gpu else 0
+
+    def peak_bytes(self, function: Callable[[], object]) -> int:
+        """The most that `function` held at once beyond what was held before it."""
+        if not self.is_gpu:
+            return 0
+        before = self.allocated_bytes()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        function()
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(self.torch_device) - before
+        torch.cuda.empty_cache()
+        return peak
 
     def release_cached(self) -> None:
         if self.is_gpu:

@@ -3,7 +3,7 @@
 Drawing is by inverse CDF with one uniform per (seed, position) (random.py), in the order of the vocabulary. Broken rows
 are mended, never raised, because the other rows of the batch are somebody else's: NaN counts as -inf, +inf as a huge
 finite logit, and a row with nothing left (allowed_token_ids all banned, or all NaN) takes its lowest allowed id, or
-token 0 when it has no list. On one core, 16 rows of 49152: greedy 0.7 ms, temperature 3 ms, top_k or top_p 10 ms.
+token 0 when it has no list. On one core, 16 rows of 49152: greedy 0.8 ms, temperature 4 ms, top_k 10 ms.
 """
 
 from __future__ import annotations

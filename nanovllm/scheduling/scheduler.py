@@ -262,12 +262,11 @@ class Scheduler:
             accepted = self._append(seq, result.token_ids[row])
             logprobs = result.logprobs[row][: len(accepted)] if result.logprobs else None
             progress.append(Progress(seq, accepted, logprobs))
-            if seq.status is Status.RUNNING:
-                # Blocks filled by tokens that were unknown when the step was planned. The last of them may be fed by a
-                # step that is still in flight: then that is a promise too.
-                published = self.blocks.publish(seq)
-                if self._flights:
-                    self._flights[-1].published += published
+            # Blocks filled by tokens that were unknown when the step was planned (none if it just left). The last of
+            # them may be fed by a step that is still in flight: then that is a promise too.
+            published = self.blocks.publish(seq)
+            if self._flights:
+                self._flights[-1].published += published
         return progress
 
     def fail(self, plan: StepPlan, reason: str) -> list[Sequence]:

@@ -1,15 +1,14 @@
-"""Every Triton kernel against its plain twin under Triton's interpreter, on the CPU. Run by `test_triton_interpreter.py`.
+"""Every Triton kernel against its plain twin under Triton's interpreter, on the CPU (`test_triton_interpreter.py`).
 
-Sizes are tiny (the interpreter runs one program at a time in numpy) and sit on both sides of the boundaries that matter:
-block size, key tile, query tile, split. Pages are shuffled, unused cache memory is NaN, and padding rows are present.
+Sizes are tiny (the interpreter runs one program at a time in numpy) and sit on both sides of the boundaries that
+matter: block size, key tile, query tile, split. Pages are shuffled, unused cache memory is NaN, and padding rows are
+present.
 """
 import itertools
 import os
 
 import pytest
 import torch
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
 
 from nanovllm.ops import activation, kv_cache, norm, rotary, sampling
 from nanovllm.ops.attention import paged_attention_reference
@@ -21,6 +20,7 @@ from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as triton_sampling
 from nanovllm.ops.triton import store_kv as triton_store_kv
 
+assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
 torch.set_num_threads(1)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)

@@ -187,12 +187,16 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
 
 
 def test_blank_blocks_are_taken_before_cached_ones() -> None:
-    blocks = BlockManager(3, SIZE)
-    seq = make_seq(list(range(6)))
-    compute(blocks, seq)
-    blocks.release(seq)
-    assert blocks.reserve(make_seq([9] * 8, 1), 8)  # one never used, one that was partial
+    blocks = BlockManager(2, SIZE)
+    cached, partial = make_seq([0, 1, 2, 3]), make_seq([7], 1)
+    compute(blocks, cached)
+    compute(blocks, partial)
+    blocks.release(cached)
+    blocks.release(partial)  # younger, but there is nothing in it to find
+    assert blocks.reserve(make_seq([9], 2), 1)
     assert is_cached(blocks, [0, 1, 2, 3]) == 1
+    assert blocks.reserve(make_seq([9], 3), 1)
+    assert is_cached(blocks, [0, 1, 2, 3]) == 0
 
 
 def test_reserve_is_all_or_nothing() -> None:

@@ -202,8 +202,8 @@ def choose_tile(head_dim: int, element_size: int, block_size: int, arch: tuple[i
     """The largest tile that fits registers and shared memory (64 KB on sm_75, 99 on sm_86/89/120, 163 on sm_80)."""
     d = next_power_of_2(head_dim)
     if element_size == 4 or arch < (8, 0):
-        # Products on the ordinary cores, whose operands lie in registers: fp32 anywhere, and everything on Turing, whose
-        # tensor cores Triton has not used since 3.3 (64 x 64 at head_dim 128 spilled 32 KB a thread there).
+        # Products on the ordinary cores, operands in registers: fp32 anywhere, and everything on Turing, whose tensor
+        # cores Triton has not used since 3.3 (64 x 64 at head_dim 128 spilled 32 KB a thread there).
         return PrefillTile(32, 16, 4, 1) if d <= 128 else PrefillTile(16, 16, 4, 1)
     if arch[0] in (9, 10):
         if d > 128:

@@ -1,0 +1,232 @@
+"""Checks of the Triton kernels on a GPU: each against its plain twin in fp32, over shapes around every boundary.
+
+`check_jobs()` gives (name, run) pairs; run returns the largest error and raises when it is too large. Sequences lie in
+shuffled blocks, and cache memory that holds no key is NaN.
+"""
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.ops import activation, kv_cache, norm, rotary, sampling
+from nanovllm.ops.attention import paged_attention_reference
+from nanovllm.ops.triton import activation as t_activation
+from nanovllm.ops.triton import decode_attention as decode
+from nanovllm.ops.triton import decode_state, gemv, qk_norm_rope
+from nanovllm.ops.triton import norm as t_norm
+from nanovllm.ops.triton import prefill_attention as prefill
+from nanovllm.ops.triton import sampling as t_sampling
+from nanovllm.ops.triton import store_kv as t_store_kv
+from nanovllm.ops.triton.common import capability
+
+DEVICE = "cuda"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 2e-2, FP16: 4e-3, FP32: 2e-5}
+Tile, Launch = prefill.PrefillTile, decode.DecodeLaunch
+
+
+def rand(*shape, dtype=BF16, scale=1.0):
+    return (torch.randn(*shape, device=DEVICE, dtype=torch.float32) * scale).to(dtype)
+
+
+def max_error(got, expected, dtype) -> float:
+    got, expected = got.float(), expected.float()
+    assert torch.isfinite(got).all(), "not finite"
+    error = ((got - expected).abs() / (1 + expected.abs())).max().item()
+    assert error <= TOLERANCE[dtype], f"error {error:.2e} over {TOLERANCE[dtype]:.0e}"
+    return error
+
+
+def paged_cache(lens, block_size, num_kv_heads, head_dim, dtype, spare=3):
+    """(k, v, context_lens, tables) with shuffled blocks; what lies behind a context is NaN in both caches."""
+    blocks = [-(-n // block_size) for n in lens]
+    total = sum(blocks) + spare
+    order = torch.randperm(total).tolist()
+    tables = torch.zeros(len(lens), max(*blocks, 1), dtype=torch.int32)
+    used = torch.zeros(total, block_size, dtype=torch.bool)
+    for seq, n in enumerate(lens):
+        for i in range(blocks[seq]):
+            block = order.pop()
+            tables[seq, i] = block
+            used[block, : n - i * block_size] = True
+    hole = ~used.to(DEVICE)[:, :, None, None]
+    k = rand(total, block_size, num_kv_heads, head_dim, dtype=dtype).masked_fill_(hole, float("nan"))
+    v = rand(total, block_size, num_kv_heads, head_dim, dtype=dtype).masked_fill_(hole, float("nan"))
+    return k, v, torch.tensor(lens, dtype=torch.int32, device=DEVICE), tables.to(DEVICE)
+
+
+def check_prefill(dtype, head_dim, group, block_size, window=None, tile=None):
+    def run() -> float:
+        lens = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 700, 0]
+        new = [(1, n, max(1, n - 64), (n + 1) // 2)[i % 4] if n else 2 for i, n in enumerate(lens)]
+        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype)
+        starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32, device=DEVICE)
+        q = rand(sum(new), 2 * group, head_dim, dtype=dtype)
+        args = (starts, context_lens, tables, head_dim**-0.5, window)
+        got = prefill.prefill_attention(q, k, v, *args, tile=tile)
+        return max_error(got, paged_attention_reference(q.float(), k.float(), v.float(), *args), dtype)
+
+    return run
+
+
+def check_decode(dtype, head_dim, group, block_size, launch, window=None):
+    def run() -> float:
+        lens = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 2049, 0]
+        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype)
+        q = rand(len(lens), 2 * group, head_dim, dtype=dtype)
+        fitted = decode.fit_launch(launch, head_dim, q.element_size(), capability(q.device))
+        starts = torch.arange(len(lens) + 1)
+        expected = paged_attention_reference(
+            q.float(), k.float(), v.float(), starts, context_lens, tables, head_dim**-0.5, window
+        )
+        workspace = decode.DecodeWorkspace.allocate(len(lens), 2 * group, fitted.num_splits, head_dim, q.device)
+        for _ in range(3):
+            got = decode.decode_attention(
+                q, k, v, context_lens, tables, head_dim**-0.5, fitted, window, workspace=workspace
+            )
+            error = max_error(got, expected, dtype)
+        assert workspace.counters.abs().sum().item() == 0
+        return error
+
+    return run
+
+
+def check_norm() -> float:
+    errors = []
+    for dtype, size in itertools.product((BF16, FP16, FP32), (576, 1024, 4096, 5120)):
+        x, residual, weight = rand(33, size, dtype=dtype), rand(33, size, dtype=dtype), rand(size, dtype=dtype)
+        got = t_norm.add_rms_norm(x, residual, weight, 1e-6)
+        expected = norm.add_rms_norm(x, residual, weight, 1e-6)
+        errors += [max_error(a, b, dtype) for a, b in zip(got, expected)]
+        errors.append(max_error(t_norm.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6), dtype))
+        gate_up = rand(17, 2 * size, dtype=dtype)
+        errors.append(max_error(t_activation.silu_mul(gate_up), activation.silu_mul(gate_up), dtype))
+    return max(errors)
+
+
+def check_rope() -> float:
+    errors = []
+    cases = [(BF16, 128, 128, True, 16, 8), (BF16, 64, 64, False, 9, 3), (FP16, 80, 32, False, 6, 2)]
+    cases += [(FP32, 192, 64, True, 4, 4), (BF16, 256, 256, True, 8, 1)]
+    for (dtype, head_dim, rot_dim, has_norm, nq, nkv), tokens in itertools.product(cases, (1, 64, 65, 300)):
+        qkv = rand(tokens, (nq + 2 * nkv) * head_dim, dtype=dtype)
+        weights = (rand(head_dim, dtype=dtype), rand(head_dim, dtype=dtype))
+        cos_sin = rand(4096, rot_dim, dtype=FP32).clamp_(-1, 1)
+        positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
+        slots = torch.randperm(320, device=DEVICE)[:tokens]
+        slots[0] = -1
+        got = torch.zeros(2, 20, 16, nkv, head_dim, dtype=dtype, device=DEVICE)
+        expected = torch.zeros_like(got)
+        args = (1e-6, cos_sin, positions, got[0], got[1], slots, nq)
+        q = qk_norm_rope.qk_norm_rope(qkv, weights if has_norm else None, *args)
+        q_ref, k_ref, v_ref = qkv.float().view(tokens, -1, head_dim).split([nq, nkv, nkv], dim=1)
+        if has_norm:
+            q_ref = norm.rms_norm(q_ref, weights[0].float(), 1e-6)
+            k_ref = norm.rms_norm(k_ref, weights[1].float(), 1e-6)
+        q_ref, k_ref = rotary.apply_rotary(q_ref, k_ref, cos_sin, positions)
+        kv_cache.store_kv(k_ref, v_ref, expected[0], expected[1], slots, padded=True)
+        errors += [max_error(q, q_ref, dtype), max_error(got, expected, dtype)]
+        k, v = qkv.view(tokens, -1, head_dim).split([nq, nkv, nkv], dim=1)[1:]
+        t_store_kv.store_kv(k, v, got[0], got[1], slots)
+        kv_cache.store_kv(k, v, expected[0], expected[1], slots, padded=True)
+        assert torch.equal(got, expected)
+    return max(errors)
+
+
+def check_large_cache() -> float:
+    """Slots whose element offset exceeds 2^31: int32 addressing would wrap."""
+    cache = torch.zeros(2, 70_000, 256, 1, 128, dtype=BF16, device=DEVICE)  # 2 x 2.29e9 elements
+    k, slots = rand(2, 1, 128), torch.tensor([69_999 * 256 + 255, 3], device=DEVICE)
+    t_store_kv.store_kv(k, k, cache[0], cache[1], slots)
+    assert torch.equal(cache[0, -1, -1], k[0])
+    tables = torch.tensor([[69_999]], dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([256], dtype=torch.int32, device=DEVICE)
+    q = rand(1, 2, 128)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    expected = paged_attention_reference(q, cache[0], cache[1], starts, lens, tables, 1.0).float()
+    got = decode.decode_attention(q, cache[0], cache[1], lens, tables, 1.0, Launch(1))
+    error = max_error(got, expected, BF16)
+    got = prefill.prefill_attention(q, cache[0], cache[1], starts, lens, tables, 1.0)
+    return max(error, max_error(got, expected, BF16))
+
+
+def check_sampling() -> float:
+    rows, vocab = 64, 151936
+    for dtype in (BF16, FP32):
+        logits = rand(rows, vocab, dtype=dtype, scale=3)
+        temperatures = torch.rand(rows, device=DEVICE)
+        temperatures[::4] = 0
+        seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
+        positions = torch.randint(0, 10**5, (rows,), device=DEVICE)
+        got = t_sampling.sample(logits, temperatures, seeds, positions)
+        expected = sampling.gumbel_argmax_reference(logits, temperatures, seeds, positions)
+        assert (got == expected).float().mean() >= 0.98, f"{(got != expected).sum()} of {rows} rows differ"
+        assert torch.equal(got[::4], logits[::4].argmax(-1)) or dtype == BF16  # bf16 rows have exact ties
+        assert torch.equal(logits[::4].gather(1, got[::4, None])[:, 0], logits[::4].amax(-1))
+        part = t_sampling.sample(logits[5:9], temperatures[5:9], seeds[5:9], positions[5:9])
+        assert torch.equal(part, got[5:9]), "depends on the batch"
+    # Distribution: 200,000 draws of a peaked row against softmax.
+    draws = 200_000
+    row = torch.cat((torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.full((4092,), -6.0))).to(DEVICE)
+    one = torch.ones(draws, device=DEVICE)
+    tokens = t_sampling.sample(row.expand(draws, -1), one, torch.arange(draws, device=DEVICE), one.long())
+    counts = torch.bincount(tokens, minlength=4096) / draws
+    probs = row.softmax(0)
+    groups = [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4), slice(4, 2048), slice(2048, 4096)]
+    error = max(abs(counts[g].sum() - probs[g].sum()).item() for g in groups)
+    assert error < 5e-3, f"distribution off by {error:.1e}"
+    return error
+
+
+def check_gemv() -> float:
+    errors = []
+    for rows, (n, k) in itertools.product((1, 2, 3, 4, 8), ((1021, 576), (1024, 2048), (512, 3072))):
+        x, weight, gain = rand(rows, k), rand(n, k, scale=k**-0.5), rand(k)
+        residual, bias = rand(rows, n), rand(n)
+        exact = x.double() @ weight.double().T
+        errors.append(max_error(gemv.gemv(x, weight), exact, BF16))
+        errors.append(max_error(gemv.gemv(x, weight, bias, residual=residual), exact + bias + residual, BF16))
+        normed = norm.rms_norm(x.float(), gain.float(), 1e-6)
+        both = torch.cat((weight, rand(n, k, scale=k**-0.5)))
+        expected = activation.silu_mul(normed @ both.float().T)
+        errors.append(max_error(gemv.gemv(x, both, norm=(gain, 1e-6), gated=True), expected, BF16))
+    return max(errors)
+
+
+def check_advance() -> float:
+    rows, block_size, width = 300, 16, 8
+    lens = torch.randint(0, 100, (rows,), device=DEVICE, dtype=torch.int32)
+    positions = (lens - 1).clamp_min(0).long()
+    tables = torch.randperm(rows * width, device=DEVICE).view(rows, width).int()
+    tokens, slots, out = (torch.zeros(n, dtype=torch.long, device=DEVICE) for n in (rows, rows, (rows, 4)))
+    step = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    live, start = lens > 0, positions.clone()
+    for i in range(4):
+        sampled = torch.arange(rows, device=DEVICE) + 1000 * i
+        decode_state.advance(sampled, tokens, positions, lens, slots, tables, out, step, block_size)
+        expected = torch.where(live, start + i + 1, 0)
+        assert torch.equal(positions, expected)
+        block = tables.gather(1, (expected // block_size)[:, None])[:, 0].long()
+        assert torch.equal(slots, torch.where(live, block * block_size + expected % block_size, -1))
+        assert torch.equal(out[:, i], torch.where(live, sampled, 0))
+    assert step.item() == 4
+    return 0.0
+
+
+def check_jobs() -> list[tuple[str, Callable[[], float]]]:
+    jobs = [("norm+silu", check_norm), ("rope+store", check_rope), ("sampling", check_sampling)]
+    jobs += [("gemv", check_gemv), ("advance", check_advance), ("large cache", check_large_cache)]
+    shapes = [(BF16, 64, 3, 16), (BF16, 80, 2, 64), (BF16, 96, 1, 16), (BF16, 128, 2, 256), (BF16, 128, 4, 64)]
+    shapes += [(BF16, 192, 1, 64), (BF16, 256, 8, 256), (FP16, 128, 2, 128), (FP32, 64, 3, 16), (BF16, 128, 2, 16)]
+    for i, (dtype, head_dim, group, block_size) in enumerate(shapes):
+        label = f"{str(dtype)[6:]} d{head_dim} g{group} bs{block_size}"
+        jobs.append((f"prefill {label}", check_prefill(dtype, head_dim, group, block_size)))
+        launch = (Launch(1), Launch(5, 64, 4), Launch(8, fused_merge=True))[i % 3]
+        run = check_decode(dtype, head_dim, group, block_size, launch)
+        jobs.append((f"decode {label} s{launch.num_splits}", run))
+    for tile in (Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(64, 128, 4, 2, True)):
+        label = f"tma {tile.block_m}x{tile.block_n}"
+        jobs.append((f"prefill {label}", check_prefill(BF16, 128, 2, 256, tile=tile)))
+    jobs.append(("prefill window", check_prefill(BF16, 128, 2, 64, window=100)))
+    jobs.append(("decode window", check_decode(BF16, 128, 2, 64, Launch(4), window=100)))
+    return [(f"check {name}", run) for name, run in jobs]
