@@ -6,7 +6,6 @@ Facts found later (how many blocks fit, which backend runs) live in other object
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -31,7 +30,7 @@ def _count(name: str, value: Any, low: int, high: int, remedy: str) -> None:
 
 
 def _fraction(name: str, value: Any, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:  # NaN fails too
         raise ConfigError(f"{name}={value!r}: must be a number in (0, 1]; {remedy}")
 
 
@@ -64,6 +63,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}: give a folder, a .gguf file, an alias or a repository id")
+        if self.tokenizer is not None and (not isinstance(self.tokenizer, str) or not self.tokenizer):
+            raise ConfigError(f"tokenizer={self.tokenizer!r}: give the folder of another tokenizer, or None")
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
@@ -88,7 +89,8 @@ class EngineConfig:
                 raise ConfigError(f"kvcache_block_size={self.kvcache_block_size}: must be a power of two (try {near})")
         if self.num_kvcache_blocks is not None:
             _count("num_kvcache_blocks", self.num_kvcache_blocks, 1, 2**31 - 1, "leave it out to fill the memory")
-        if not isinstance(self.cpu_kvcache_gb, (int, float)) or not 0 < self.cpu_kvcache_gb < 2**20:
+        gigabytes = self.cpu_kvcache_gb
+        if isinstance(gigabytes, bool) or not isinstance(gigabytes, (int, float)) or not 0 < gigabytes < 2**20:
             raise ConfigError(f"cpu_kvcache_gb={self.cpu_kvcache_gb!r}: must be a positive number of gigabytes")
         if self.max_wait_steps is not None:
             _count("max_wait_steps", self.max_wait_steps, 0, 2**31 - 1, "None turns aging off")

@@ -47,8 +47,8 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """One conversation (a list of messages) or several; the model's own chat template makes the prompts."""
-        if not messages:
-            raise RequestError("messages is empty: give at least one {'role': ..., 'content': ...}")
+        if not isinstance(messages, Sequence) or not messages:
+            raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}, or of such lists")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [
             {"prompt_token_ids": self.engine.inputs.render_chat(conversation, add_generation_prompt)}  # type: ignore[arg-type]
@@ -75,20 +75,21 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         inputs: list[EngineInput] = []
-        for index, (prompt, param) in enumerate(zip(prompts, params)):
+        for index, (prompt, param, rank) in enumerate(zip(prompts, params, priorities)):
             try:
-                inputs.append(self.engine.check(prompt, param))
+                inputs.append(self.engine.check(prompt, param, rank))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        ids = []
-        for parsed, param, rank in zip(inputs, params, priorities):
-            ids.append(f"llm-{self._count}")
-            self._count += 1
-            self.engine.add_request(ids[-1], parsed, param, priority=rank, final_only=True)
+        ids: list[str] = []
         try:
+            for parsed, param, rank in zip(inputs, params, priorities):
+                ids.append(f"llm-{self._count}")
+                self._count += 1
+                self.engine.add_request(ids[-1], parsed, param, priority=rank, final_only=True)
             done = self._drive(ids, use_tqdm)
         except BaseException:  # Ctrl-C included: leave the engine empty and ready for the next call
             for request_id in ids:
@@ -98,6 +99,7 @@ class LLM:
 
     def _drive(self, ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         done: dict[str, RequestOutput] = {}
+        ours = set(ids)
         stats = self.engine.stats
         prompt_tokens, generated = stats.prompt_tokens, stats.generated_tokens
         shown = started = time.monotonic()
@@ -105,7 +107,7 @@ class LLM:
             while len(done) < len(ids):
                 if not self.engine.has_unfinished_requests():
                     raise EngineDeadError("requests were lost; this is a fault of the engine")
-                finished = self.engine.step()
+                finished = [output for output in self.engine.step() if output.request_id in ours]
                 done.update((output.request_id, output) for output in finished)
                 bar.update(len(finished))
                 now = time.monotonic()

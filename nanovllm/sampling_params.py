@@ -6,7 +6,6 @@ scheduler would hurt every other request too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,8 @@ GREEDY_EPS = 1e-5  # temperatures below this are greedy, as in vLLM: dividing lo
 
 
 def _number(name: str, value: Any, low: float, high: float, remedy: str, low_open: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name}={value!r}: must be a finite number; {remedy}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:  # NaN fails too
+        raise RequestError(f"{name}={value!r:.40}: must be a finite number; {remedy}")
     if value < low or value > high or (low_open and value == low):
         left = "(" if low_open else "["
         raise RequestError(f"{name}={value!r}: must be in {left}{low:g}, {high:g}]; {remedy}")
@@ -39,6 +38,8 @@ def _integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
 def _strings(name: str, value: Any, limit: int) -> tuple[str, ...]:
     if value is None:
         return ()
+    if not isinstance(value, Iterable):
+        raise RequestError(f"{name}={value!r}: must be a string or a list of strings")
     items = (value,) if isinstance(value, str) else tuple(value)
     if len(items) > limit:
         raise RequestError(f"{name}: {len(items)} strings, at most {limit} are allowed")
@@ -51,6 +52,8 @@ def _strings(name: str, value: Any, limit: int) -> tuple[str, ...]:
 def _token_ids(name: str, value: Iterable[int] | None) -> tuple[int, ...] | None:
     if value is None:
         return None
+    if not isinstance(value, Iterable):
+        raise RequestError(f"{name}={value!r}: must be a list of token ids")
     ids = tuple(value)
     for token in ids:
         _integer(f"{name} entry", token, 0, 2**31 - 1, "token ids are non-negative integers")
@@ -126,7 +129,7 @@ class SamplingParams:
             raise RequestError(f"logit_bias={self.logit_bias!r}: must map token ids to numbers")
         bias = {}
         for token, value in self.logit_bias.items():
-            token = int(token) if isinstance(token, str) and token.isdigit() else token  # JSON keys are strings
+            token = int(token) if isinstance(token, str) and token.isdecimal() else token  # JSON keys are strings
             _integer("logit_bias key", token, 0, 2**31 - 1, "keys are token ids")
             bias[token] = _number(f"logit_bias[{token}]", value, -100.0, 100.0, "as in OpenAI's API")
         return bias

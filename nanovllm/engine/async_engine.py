@@ -50,7 +50,7 @@ class AsyncLLMEngine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # touched by the engine thread only
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # guards _stopping against _post: a command is either taken or refused, never lost
+        self._lock = threading.Lock()  # around _stopping and _post: a command is either taken or refused, never lost
         self._stopping = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._drive, name="nanovllm-engine", daemon=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from nanovllm.errors import RequestError
 
-Prompt = Union[str, Sequence[int], Mapping[str, Any]]
-# No tokenizer makes tokens longer than a few hundred characters, so a longer text cannot fit whatever it says; tokenising
-# 100 MB first to find that out would take minutes and gigabytes.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+# No tokenizer makes tokens longer than a few hundred characters, so a longer text cannot fit whatever it says;
+# tokenising 100 MB first to find that out would take minutes and gigabytes.
 MAX_CHARS_PER_TOKEN = 256
 
 

@@ -90,6 +90,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._by_seq: dict[int, tuple[Request, Completion]] = {}
         self._flights: deque[tuple[StepPlan, InFlight, float]] = deque()  # (plan, its computation, when it began)
+        self._moved: list[Sequence] = []  # since the last report; outlives a step that was interrupted
         self._last_landing = 0.0
         self._num_host_sampled = 0  # running requests that need the full sampler
         self._seq_ids = itertools.count()
@@ -107,7 +108,7 @@ class LLMEngine:
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> EngineInput:
+    def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> EngineInput:
         """Everything that can be refused before the request is taken in. Raises RequestError."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
@@ -125,6 +126,11 @@ class LLMEngine:
                 raise RequestError(f"{name}={getattr(params, name)}: the vocabulary has only {vocab} tokens")
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("stop strings and bad_words need a tokenizer (skip_tokenizer_init is set)")
+        policy = self.scheduler.policy.name
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority={priority!r}: must be an integer; smaller is served first")
+        if priority and policy != "priority":
+            raise RequestError(f"priority={priority}: this engine serves {policy}; set scheduling_policy='priority'")
         return parsed
 
     def add_request(
@@ -136,14 +142,16 @@ class LLMEngine:
         priority: int = 0,
         final_only: bool = False,
     ) -> None:
-        params = params or SamplingParams()
-        parsed = self.check(prompt, params)  # type: ignore[arg-type]
+        params = SamplingParams() if params is None else params
+        parsed = self.check(prompt, params, priority)  # type: ignore[arg-type]
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r}: must be a string")
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is already running: ids must be unique")
-        request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
-        self._requests[request_id] = request
-        self._num_host_sampled += not is_plain(params)
         bad_words = self.inputs.bad_words_ids(params.bad_words) if params.bad_words else ()  # type: ignore[arg-type]
+        request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
+        self._requests[request_id] = request  # from here on nothing is refused any more
+        self._num_host_sampled += not is_plain(params)
         number = next(self._request_count)
         for index in range(params.n):
             seq = self._sequence(parsed, params, derive_seed(self.config.seed, number, params.seed, index))
@@ -192,19 +200,19 @@ class LLMEngine:
         """Compute one step. Returns the requests that moved (those added with final_only: that ended)."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
-        ended: list[Sequence] = []
         # A request that the host samples for must have its tokens known before the next step is planned.
         depth = self.executor.overlap if self._num_host_sampled == 0 else 1
-        while len(self._flights) < depth and self._launch_next(ended):
+        while len(self._flights) < depth and self._launch_next():
             pass
         if self._flights:
-            ended += self._land()
-        return self._collect({self._by_seq[seq.seq_id][0].request_id for seq in ended})
+            self._land()
+        moved, self._moved = self._moved, []
+        return self._collect({self._by_seq[seq.seq_id][0].request_id for seq in moved if seq.seq_id in self._by_seq})
 
-    def _launch_next(self, ended: list[Sequence]) -> bool:
+    def _launch_next(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute (yet)."""
         plan = self.scheduler.schedule()
-        ended += self.scheduler.take_ended()
+        self._moved += self.scheduler.take_ended()
         if not plan.entries:
             return False
         now = time.monotonic()
@@ -214,25 +222,28 @@ class LLMEngine:
         self._observe_blocks()
         try:
             self._flights.append((plan, self.executor.launch(plan), now))
-        except Exception as error:
-            ended += self._fail(plan, error)
+        except BaseException as error:
+            self._fail(plan, error)
         return True
 
-    def _land(self) -> list[Sequence]:
-        """Wait for the oldest step in flight and record what it gave; the sequences that moved."""
+    def _land(self) -> None:
+        """Wait for the oldest step in flight and record what it gave."""
         plan, in_flight, started = self._flights.popleft()
         try:
             result = in_flight.result()
-        except Exception as error:
-            return self._fail(plan, error)
-        return self._record(plan, result, max(started, self._last_landing))
+        except BaseException as error:
+            self._fail(plan, error)
+        else:
+            self._record(plan, result, max(started, self._last_landing))
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[Sequence]:
-        logger.error("step %d failed: its sequences end with an error", plan.step_id, exc_info=error)
+    def _fail(self, plan: StepPlan, error: BaseException) -> None:
         self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
-        return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        self._moved += self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        if not isinstance(error, Exception):
+            raise error  # Ctrl-C is the caller's, but the plan is gone: the next step must not find it half done
+        logger.error("step %d failed: its sequences end with an error", plan.step_id, exc_info=error)
 
-    def _record(self, plan: StepPlan, result: StepResult, started: float) -> list[Sequence]:
+    def _record(self, plan: StepPlan, result: StepResult, started: float) -> None:
         for entry in plan.entries:
             if entry.seq_id in result.prompt_logprobs and entry.seq_id in self._by_seq:
                 request, completion = self._by_seq[entry.seq_id]
@@ -246,7 +257,7 @@ class LLMEngine:
             if moved.logprobs:
                 request.add_logprobs(completion, moved.logprobs)
         self._count(plan, progress, now - started)
-        return [moved.seq for moved in progress]
+        self._moved += [moved.seq for moved in progress]
 
     def _collect(self, touched: set[str]) -> list[RequestOutput]:
         outputs = []

@@ -100,7 +100,7 @@ class Request:
             prompt_token_ids=self.input.token_ids,
             outputs=[self._completion_output(i, completion) for i, completion in enumerate(self.completions)],
             finished=self.finished,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             num_cached_tokens=first.num_cached_tokens,
             metrics=RequestMetrics(
                 self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time,
@@ -117,7 +117,7 @@ class Request:
             text=text,
             token_ids=seq.token_ids[seq.num_prompt :],
             cumulative_logprob=completion.cumulative_logprob if completion.logprobs is not None else None,
-            logprobs=completion.logprobs,
+            logprobs=None if completion.logprobs is None else list(completion.logprobs),  # ours grows on
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
         )

@@ -1,7 +1,7 @@
 """Which requests draw plainly: by temperature alone (or greedily), with nothing to edit, filter or report.
 
-Such rows need no host: on a GPU one kernel samples them inside the captured graph. The rule is a fact of the request, never
-of the batch, so that a seed gives the same tokens whatever else runs.
+Such rows need no host: on a GPU one kernel samples them inside the captured graph. The rule is a fact of the request,
+never of the batch, so that a seed gives the same tokens whatever else runs.
 """
 
 from __future__ import annotations

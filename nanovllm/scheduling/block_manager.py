@@ -9,7 +9,7 @@ block. A block is in one of three states:
             free block can still be found: the prefix cache costs no memory of its own.
 
 Prefix caching. A block becomes findable (*published*) once it is full. Its key is a chained hash,
-h_i = H(h_{i-1}, tokens_i) with h_{-1} = H(salt), so equal keys mean equal *prefixes*, not just equal blocks; 128 bits
+h_i = H(h_{i-1}, tokens_i) with h_{-1} = H(salt), so equal keys mean equal *prefixes*, not just equal blocks; 256 bits
 and a comparison of the tokens keep a collision from splicing foreign KV into an answer.
 
 Eviction is least recently used: `_free` is ordered, `take` pops its front. A released sequence puts its blocks back
@@ -29,7 +29,7 @@ from nanovllm.scheduling.sequence import Sequence
 
 
 def _chain(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-    return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
+    return blake2b(parent + array("i", tokens).tobytes(), digest_size=32).digest()
 
 
 class BlockManager:
@@ -47,6 +47,7 @@ class BlockManager:
         self._tokens: list[tuple[int, ...]] = [()] * num_blocks
         # Two sequences may each compute the same block; both copies stay findable, so evicting one loses nothing.
         self._found: dict[bytes, dict[int, None]] = {}
+        self._next_place = 0
         self._held: deque[tuple[int, list[int]]] = deque()  # (step that must end first, blocks)
         self._held_until: dict[int, int] = {}  # block -> the step it is held for now; an adopted block is not held
 
@@ -104,8 +105,8 @@ class BlockManager:
         missing = self.num_missing(seq, num_new_tokens)
         if missing > len(self._free):
             return False
-        for _ in range(missing):
-            seq.block_table.append(self._take())
+        if missing > 0:
+            seq.block_table += self._take_run(missing, self._place(seq))
         return True
 
     def publish(self, seq: Sequence) -> list[int]:
@@ -165,7 +166,7 @@ class BlockManager:
         size = self.block_size
         while len(seq.block_hashes) <= index:
             i = len(seq.block_hashes)
-            parent = seq.block_hashes[-1] if i else blake2b(seq.cache_salt.encode(), digest_size=16).digest()
+            parent = seq.block_hashes[-1] if i else blake2b(seq.cache_salt.encode(), digest_size=32).digest()
             seq.block_hashes.append(_chain(parent, tuple(seq.token_ids[i * size : (i + 1) * size])))
         return seq.block_hashes[index]
 
@@ -173,6 +174,27 @@ class BlockManager:
         self._free.pop(block, None)
         self._held_until.pop(block, None)
         self._ref_counts[block] += 1
+
+    def _place(self, seq: Sequence) -> int:
+        """Where seq's next block would best lie: after its last, or, for a new sequence, where it can grow.
+
+        A hint only, among blocks that hold nothing: neighbours let a CPU read a sequence as one view of the cache.
+        """
+        if seq.block_table:
+            return seq.block_table[-1] + 1
+        place = self._next_place
+        longest = min(seq.num_prompt + seq.stop.max_tokens, 2 * seq.num_prompt + 1024)
+        self._next_place = (place + self.num_blocks_for(longest)) % self.num_blocks
+        return place
+
+    def _take_run(self, count: int, place: int) -> list[int]:
+        taken: list[int] = []
+        while len(taken) < count and place in self._free and self._keys[place] is None:
+            del self._free[place]
+            self._ref_counts[place] = 1
+            taken.append(place)
+            place += 1
+        return taken + sorted(self._take() for _ in range(count - len(taken)))
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)

@@ -11,7 +11,7 @@ runs are repeatable.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -26,9 +26,6 @@ class Policy:
     admission_key: Callable[[Sequence], Key]  # smallest is admitted first
     rank: Callable[[Sequence], Key]  # running sequences are served in this order; the largest is preempted
     max_wait_steps: int | None = None  # aging: after so many steps in the queue nobody may overtake
-
-    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
-        return max(candidates, key=self.rank)
 
 
 def make_policy(name: str, max_wait_steps: int | None = None) -> Policy:

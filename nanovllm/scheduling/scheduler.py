@@ -16,6 +16,7 @@ yet is counted in `num_pending`; blocks given up meanwhile are held until the st
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,24 +125,19 @@ class Scheduler:
         flight_blocks: list[int] = []
         arrivals: list[Arrival] = []
         chosen: list[tuple[Sequence, int]] = []  # (sequence, number of tokens to feed)
-        budget, preempted = self._continue_running(chosen, flight_blocks)
-        if not preempted:  # after a preemption blocks are short: whoever we admitted would be the next victim
-            self._admit_waiting(budget, chosen, flight_blocks, arrivals)
+        budget = self._continue_running(chosen, flight_blocks)
+        self._admit_waiting(budget, chosen, flight_blocks, arrivals)
         num_steps = self._extend_decodes(chosen)
         entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in chosen)
         plan = StepPlan(self._step, entries, tuple(arrivals), tuple(self._departures), num_steps)
-        self._departures = []
-        if entries:
+        if entries:  # an empty plan is not executed: who left is told next time
             self._flights.append(_Flight(plan, flight_blocks))
-        else:
-            self._departures = list(plan.departures)  # an empty plan is not executed: tell the runner next time
+            self._departures = []
         return plan
 
-    def _continue_running(self, chosen: list[tuple[Sequence, int]], published: list[int]) -> tuple[int, bool]:
-        """Decodes and unfinished prompts, in rank order; returns the budget left and whether anyone was preempted."""
+    def _continue_running(self, chosen: list[tuple[Sequence, int]], published: list[int]) -> int:
+        """Decodes and unfinished prompts, in rank order; returns the budget left."""
         budget = self.limits.max_num_batched_tokens
-        preempted = False
-        self.running.sort(key=self.policy.rank)
         # All that a complete sequence may sample is in flight; the others are sure of one token each.
         ready = [seq for seq in self.running if not self._is_complete(seq)]
         num_decodes = sum(seq.num_remaining == 1 for seq in ready)
@@ -152,28 +148,25 @@ class Scheduler:
             num_new = min(seq.num_remaining, budget - num_decodes)
             if num_new <= 0:
                 continue
-            preempted |= self._make_room(seq, num_new)
+            self._make_room(seq, num_new)
             if seq.status is Status.RUNNING and self.blocks.reserve(seq, num_new):
                 self._choose(seq, num_new, chosen, published)
                 budget -= num_new
-        return budget, preempted
+        return budget
 
-    def _make_room(self, seq: Sequence, num_new: int) -> bool:
-        """Preempt from the end of the line until seq can have its blocks; True if anyone was."""
-        preempted = False
+    def _make_room(self, seq: Sequence, num_new: int) -> None:
+        """Preempt from the end of the line until seq can have its blocks."""
         while (missing := self.blocks.num_missing(seq, num_new)) > self.blocks.num_free:
             if missing <= self.blocks.num_free + self.blocks.num_held:
                 break  # enough will be free once the steps in flight have ended
-            victim = self.policy.victim(self.running)
+            victim = self.running[-1]
             if victim is seq and len(self.running) == 1:
                 if not seq.num_pending:  # else it ends when the tokens in flight are known: they are part of the answer
                     self._outgrew_cache(seq)
                 break
             self._preempt(victim)
-            preempted = True
             if victim is seq:
                 break
-        return preempted
 
     def _admit_waiting(
         self, budget: int, chosen: list[tuple[Sequence, int]], published: list[int], arrivals: list[Arrival]
@@ -194,7 +187,7 @@ class Scheduler:
                 break
             self.waiting.remove(seq)
             seq.status = Status.RUNNING
-            self.running.append(seq)
+            insort(self.running, seq, key=self.policy.rank)
             self._count_hits(seq, matched)
             self.blocks.adopt(seq, matched)
             num_new = min(seq.num_remaining, budget)
@@ -211,7 +204,7 @@ class Scheduler:
 
     def _extend_decodes(self, chosen: list[tuple[Sequence, int]]) -> int:
         """How many tokens to decode before the host looks again: more than one only if nobody is kept waiting."""
-        if self.limits.decode_steps == 1 or self.waiting or not chosen or len(chosen) < len(self.running):
+        if self.limits.decode_steps == 1 or self.waiting or not chosen:
             return 1
         if any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
             return 1
@@ -289,11 +282,17 @@ class Scheduler:
         self.blocks.retire(self._flights[0].plan.step_id - 1 if self._flights else self._step)
 
     def _append(self, seq: Sequence, token_ids: list[int]) -> list[int]:
+        if not (seq.stop.eos_token_ids or seq.stop.stop_token_ids or seq.params.stop):  # only its length can end it
+            room = min(seq.stop.max_tokens - seq.num_output, self.limits.max_model_len - len(seq.token_ids))
+            seq.token_ids += token_ids[:room]
+            if len(token_ids) >= room:
+                self._finish(seq, "length", None)
+            return token_ids[:room]
         for count, token_id in enumerate(token_ids, 1):
             seq.token_ids.append(token_id)
             end: End | None = seq.stop.ends(token_id, seq.num_output)
-            if (end is None or end[0] == "length") and self._text_stop and (text := self._text_stop(seq)):
-                end = ("stop", text)
+            if (end is None or end[0] == "length") and self._text_stop and seq.params.stop:
+                end = ("stop", text) if (text := self._text_stop(seq)) else end
             if end is None and len(seq.token_ids) >= self.limits.max_model_len:
                 end = ("length", None)
             if end is not None:

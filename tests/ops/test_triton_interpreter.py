@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_kernels_equal_their_twins_under_the_interpreter():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(CASES)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

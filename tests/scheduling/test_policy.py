@@ -43,9 +43,9 @@ def test_order_of_admission(policy: str, order: list[int]) -> None:
 
 def test_victim_is_the_last_in_rank() -> None:
     running = [make_seq(0, priority=3), make_seq(1, priority=0), make_seq(2, priority=1)]
-    assert make_policy("fcfs").victim(running).seq_id == 2
-    assert make_policy("sjf").victim(running).seq_id == 2
-    assert make_policy("priority").victim(running).seq_id == 0
+    assert max(running, key=make_policy("fcfs").rank).seq_id == 2
+    assert max(running, key=make_policy("sjf").rank).seq_id == 2
+    assert max(running, key=make_policy("priority").rank).seq_id == 0
 
 
 def test_a_preempted_sequence_keeps_its_place_and_its_age() -> None:

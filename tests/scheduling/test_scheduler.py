@@ -242,6 +242,7 @@ def test_nobody_is_preempted_for_blocks_that_come_back_by_themselves() -> None:
     seqs = [engine.add(i, (i + 1,) * 3, 9) for i in range(3)]
     scheduler.blocks.num_free_without = lambda matched: 99  # type: ignore[method-assign]  # all three at once
     engine.step()
+    del scheduler.blocks.num_free_without
     assert scheduler.blocks.num_free == 0
     plan = scheduler.schedule()  # fills the blocks of all three
     scheduler.abort(1)

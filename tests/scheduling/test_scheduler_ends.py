@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.plan import StepResult
 from nanovllm.scheduling.policy import make_policy
 from nanovllm.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -159,7 +160,9 @@ def test_a_stop_string_is_found_by_the_caller_and_logprobs_are_cut_with_it() -> 
         return "END" if seq.num_output == 3 else None
 
     scheduler = Scheduler(limits, setup.scheduler().blocks, make_policy("fcfs"), text_stop)
-    scheduler.add(Request(0, (1, 2), StopRule(10, stop_token_ids=frozenset({9}))).sequence())
+    seq = Request(0, (1, 2), StopRule(10, stop_token_ids=frozenset({9}))).sequence()
+    seq.params = SamplingParams(stop=["END"])
+    scheduler.add(seq)
     plan = scheduler.schedule()
     scheduler.commit(plan, StepResult([[5]], logprobs=[["a"]]))
     plan = scheduler.schedule()
@@ -174,7 +177,9 @@ def test_a_stop_string_in_the_last_token_counts_as_a_stop() -> None:
     scheduler = Scheduler(
         SchedulerLimits(4, 16, 1000), Setup().scheduler().blocks, make_policy("fcfs"), lambda seq: "END"
     )
-    scheduler.add(Request(0, (1, 2), StopRule(1)).sequence())
+    seq = Request(0, (1, 2), StopRule(1)).sequence()
+    seq.params = SamplingParams(stop=["END"])
+    scheduler.add(seq)
     (progress,) = scheduler.commit(scheduler.schedule(), StepResult([[5]]))
     assert (progress.seq.finish_reason, progress.seq.stop_reason) == ("stop", "END")
 

@@ -1,0 +1,237 @@
+"""AsyncLLMEngine: many tasks, one engine thread; whoever leaves takes nothing along and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nanovllm import AsyncLLMEngine, EngineDeadError, RequestError, RequestOutput, SamplingParams
+from tests.tiny_models import NEW_TOKENS, TinyModel
+
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=140, ignore_eos=True)
+OPTIONS = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_kvcache_blocks": 64}
+
+
+@pytest.fixture
+def engine(llama: TinyModel) -> Iterator[AsyncLLMEngine]:
+    made = AsyncLLMEngine(model=str(llama.path), **OPTIONS)
+    yield made
+    made.close()
+    assert not made._thread.is_alive()
+
+
+def run(work: Awaitable[Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))  # a test that hangs must fail
+
+
+async def last(engine: AsyncLLMEngine, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
+    return [output async for output in engine.generate(prompt, params, **options)][-1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        await asyncio.sleep(0.002)
+
+
+def is_empty(engine: AsyncLLMEngine) -> bool:
+    return not engine.engine.has_unfinished_requests() and engine.engine.scheduler.blocks.num_used == 0
+
+
+def test_streaming(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    async def work() -> list[RequestOutput]:
+        return [output async for output in engine.generate("the town", GREEDY)]
+
+    outputs = run(work())
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    for earlier, later in zip(outputs, outputs[1:]):
+        assert later["text"].startswith(earlier["text"])
+        assert len(later["token_ids"]) > len(earlier["token_ids"])
+    assert len(outputs) > 1
+    assert len(outputs[-1]["token_ids"]) == NEW_TOKENS
+
+
+def test_fifty_at_once(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    async def work() -> list[RequestOutput]:
+        return await asyncio.gather(*(last(engine, llama.prompts[i % 11]) for i in range(50)))
+
+    assert [o["token_ids"] for o in run(work())] == [llama.tokens[i % 11] for i in range(50)]
+    assert is_empty(engine)
+
+
+def test_cancellation_frees_the_blocks_at_once(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    async def work() -> None:
+        tasks = [asyncio.create_task(last(engine, prompt, LONG)) for prompt in llama.prompts[:6]]
+        await until(lambda: len(engine.engine.scheduler.running) == 6)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        await until(lambda: is_empty(engine))
+        assert engine.engine.stats.generated_tokens < 6 * 140
+        assert (await last(engine, llama.prompts[4]))["token_ids"] == llama.tokens[4]
+
+    run(work())
+
+
+def test_cancellation_while_the_request_is_being_added(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    """The engine thread has taken the request in, but the task is cancelled before it learns of it."""
+    add, entered, go_on = engine.engine.add_request, threading.Event(), threading.Event()
+
+    def slow_add(*args: Any, **options: Any) -> None:
+        entered.set()
+        go_on.wait(20)
+        add(*args, **options)
+
+    engine.engine.add_request = slow_add  # type: ignore[method-assign]
+
+    async def work() -> None:
+        task = asyncio.create_task(last(engine, llama.prompts[0], LONG))
+        await until(entered.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        await asyncio.sleep(0.05)
+        await until(lambda: is_empty(engine))
+        assert engine.engine.stats.generated_tokens < 100
+        assert not engine._streams
+
+    run(work())
+
+
+def test_leaving_the_loop_early(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    async def work() -> None:
+        stream = engine.generate(llama.prompts[0], LONG)
+        async for output in stream:
+            assert not output.finished
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        await until(lambda: is_empty(engine))
+        assert engine.engine.stats.generated_tokens < 140
+
+    run(work())
+
+
+def test_abort_ends_the_stream(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    async def work() -> None:
+        task = asyncio.create_task(last(engine, llama.prompts[0], LONG, request_id="x"))
+        await until(lambda: len(engine.engine.scheduler.running) == 1)
+        await engine.abort("x")
+        assert (await task)["finish_reason"] == "abort"
+        await engine.abort("nobody")
+        assert is_empty(engine)
+
+    run(work())
+
+
+def test_a_refused_request_hurts_nobody(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    async def work() -> None:
+        good = asyncio.create_task(last(engine, llama.prompts[3], LONG, request_id="x"))
+        await until(lambda: len(engine.engine.scheduler.running) == 1)
+        for prompt, options in (([], {}), ([10**6], {}), (llama.prompts[0], {"request_id": "x"}), ([5] * 999, {})):
+            with pytest.raises(RequestError):
+                await last(engine, prompt, **options)
+        output = await good
+        assert (output["token_ids"][:NEW_TOKENS], output["finish_reason"]) == (llama.tokens[3], "length")
+
+    run(work())
+
+
+def test_a_slow_reader_gets_the_newest(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    async def work() -> int:
+        count = 0
+        async for output in engine.generate(llama.prompts[0], LONG):
+            count += 1
+            if count == 1:
+                await until(lambda: is_empty(engine))
+                await asyncio.sleep(0.01)
+        assert output.finished
+        assert len(output["token_ids"]) == 140
+        return count
+
+    assert run(work()) <= 3
+
+
+def test_close_while_requests_run(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    async def work() -> None:
+        tasks = [asyncio.create_task(last(engine, prompt, LONG)) for prompt in llama.prompts[:4]]
+        await until(lambda: len(engine.engine.scheduler.running) == 4)
+        await asyncio.get_running_loop().run_in_executor(None, engine.close)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, EngineDeadError) for result in results), results
+        engine.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            await last(engine, llama.prompts[0])
+        with pytest.raises(EngineDeadError):
+            await engine.abort("x")
+
+    run(work())
+
+
+def test_context_manager(llama: TinyModel) -> None:
+    async def work() -> AsyncLLMEngine:
+        async with AsyncLLMEngine(model=str(llama.path), **OPTIONS) as engine:
+            assert (await last(engine, llama.prompts[2]))["token_ids"] == llama.tokens[2]
+        return engine
+
+    assert not run(work())._thread.is_alive()
+
+
+def test_a_failed_step_is_an_error_output_and_the_engine_lives(
+    engine: AsyncLLMEngine, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, failed = engine.engine.executor.launch, []
+
+    def failing(plan: Any) -> Any:
+        if not failed:
+            failed.append(plan)
+            raise RuntimeError("out of luck")
+        return launch(plan)
+
+    monkeypatch.setattr(engine.engine.executor, "launch", failing)
+    output = run(last(engine, llama.prompts[1]))
+    assert (output["finish_reason"], "out of luck" in str(output.error)) == ("error", True)
+    assert run(last(engine, llama.prompts[1]))["token_ids"] == llama.tokens[1]
+
+
+def test_a_dead_thread_answers_everyone(
+    engine: AsyncLLMEngine, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault in the engine itself (not in a step): nobody waits for ever, and everyone is told why."""
+
+    def broken() -> Any:
+        raise AssertionError("a broken invariant")
+
+    async def work() -> None:
+        tasks = [asyncio.create_task(last(engine, prompt, LONG)) for prompt in llama.prompts[:3]]
+        await until(lambda: len(engine.engine.scheduler.running) == 3)
+        monkeypatch.setattr(engine.engine.scheduler, "schedule", broken)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+            assert "a broken invariant" in str(result)
+        with pytest.raises(EngineDeadError, match="a broken invariant"):
+            await last(engine, llama.prompts[0])
+
+    run(work())
+
+
+def test_tasks_of_two_loops(engine: AsyncLLMEngine, llama: TinyModel) -> None:
+    results: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        results[i] = run(last(engine, llama.prompts[i]))["token_ids"]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [results[i] for i in range(4)] == llama.tokens[:4]
