@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 from nanovllm.bench.report import finish, make_report
-from nanovllm.bench.throughput import Shape, engine_facts, run_workload, warm_up
-from nanovllm.bench.workload import Lengths
+from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
+from nanovllm.bench.workload import Lengths, Shape
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import NanoVLLMError
@@ -27,7 +27,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder, .gguf file, alias or repository id (default: smollm2)")
     parser.add_argument("--num-seqs", type=int, help="default: 256, without a GPU 16")
-    parser.add_argument("--input-len", help="largest length, or a range like 32..256 (default: 1024, without a GPU 128)")
+    parser.add_argument("--input-len", help="largest length, or a range: 32..256 (default: 1024, without a GPU 128)")
     parser.add_argument("--output-len", help="likewise")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,6 @@
 """The family's example: two questions through the model's chat template, answered in one batch.
 
-    python example.py [model]
+python example.py [model]
 """
 
 import sys

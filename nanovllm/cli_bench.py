@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from nanovllm.cli_options import ENGINE, with_options
+from nanovllm.bench.workload import Lengths, Shape
+from nanovllm.cli_options import ENGINE, OptionGroup, with_options
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 
 bench = typer.Typer(name="bench", help="Measure. Each command ends with one JSON line.", no_args_is_help=True)
 
-NumSeqs = Annotated[int, typer.Option(min=1, help="Number of requests.")]
-InputLen = Annotated[str, typer.Option(help="Prompt tokens: a number, or a range such as 32..256.")]
-OutputLen = Annotated[str, typer.Option(help="New tokens: a number or a range.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+
+@dataclass(frozen=True)
+class RequestOptions:
+    num_seqs: int = 16
+    input_len: str = "32..256"
+    output_len: str = "64"
+    temperature: float = 0.6
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.num_seqs, Lengths.parse(self.input_len), Lengths.parse(self.output_len))
+
+
+REQUESTS = OptionGroup(
+    title="Workload",
+    of=RequestOptions,
+    build=lambda values: RequestOptions(**values),
+    help={
+        "num_seqs": "Number of requests.",
+        "input_len": "Prompt tokens: a number, or a range such as 32..256.",
+        "output_len": "New tokens: a number or a range.",
+        "temperature": "0 is greedy.",
+    },
+)
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch takes.")]
 Repeat = Annotated[int, typer.Option(min=1, help="Measure so often; the table has the median.")]
 Save = Annotated[bool, typer.Option("--save", help="Also write the JSON under benchmarks/results/.")]
@@ -26,12 +47,8 @@ Plot = Annotated[Path | None, typer.Option(help="Draw the result into this file 
 
 
 @bench.command()
-@with_options(config=ENGINE)
+@with_options(requests=REQUESTS, config=ENGINE)
 def throughput(
-    num_seqs: NumSeqs = 16,
-    input_len: InputLen = "32..256",
-    output_len: OutputLen = "64",
-    temperature: Temperature = 0.6,
     compare: Annotated[
         str | None,
         typer.Option(help="hf: against Hugging Face generate, taking turns, on 1 prompt and on 16 prompts of 32..256 "
@@ -42,16 +59,17 @@ def throughput(
     save: Save = False,
     plot: Plot = None,
     *,
+    requests: RequestOptions,
     config: EngineConfig,
 ) -> None:  # fmt: skip
     """Tokens per second of many requests at once."""
     if compare not in (None, "hf"):
         raise ConfigError(f"--compare {compare!r}: must be hf")
     from nanovllm.bench import report
-    from nanovllm.bench.throughput import Shape, engine_facts, measure
-    from nanovllm.bench.workload import Lengths
+    from nanovllm.bench.throughput import engine_facts, measure
 
-    shape = Shape(num_seqs, Lengths.parse(input_len), Lengths.parse(output_len))
+    report.check_plot(plot)
+    shape = requests.shape
     if compare and config.dtype == "auto":
         config = replace(config, dtype="float32")
     with _engine(config, threads) as engine:
@@ -64,7 +82,7 @@ def throughput(
             bars = {f"{name}: {side}": row[f"{side}_tokens_per_second"] for name, row in found.items()
                     for side in ("ours", "hf")}  # fmt: skip
         else:
-            found = measure(engine, shape, temperature, config.seed, repeat)
+            found = measure(engine, shape, requests.temperature, config.seed, repeat)
             report.print_table("throughput", ["", "value"], [[k.replace("_", " "), v] for k, v in found.items()])
             bars = {"output": found["output_tokens_per_second"], "total": found["total_tokens_per_second"]}
     print(f"attention backend that ran: {facts['engine']['attn_backend']} on {facts['hardware']}")
@@ -75,42 +93,40 @@ def throughput(
 
 
 @bench.command()
-@with_options(config=ENGINE)
+@with_options(
+    requests=replace(REQUESTS, defaults={"num_seqs": 8, "input_len": "128", "output_len": "32"}), config=ENGINE
+)
 def latency(
-    num_seqs: NumSeqs = 8,
-    input_len: InputLen = "128",
-    output_len: OutputLen = "32",
-    temperature: Temperature = 0.6,
     startup: Annotated[
         int, typer.Option(min=0, help="How often to start a new process and wait for its first token; 0 = never.")
     ] = 1,
     threads: Threads = None,
     save: Save = False,
     *,
+    requests: RequestOptions,
     config: EngineConfig,
 ) -> None:
     """Time to the first token, between tokens, and from process start; requests run one at a time."""
     from nanovllm.bench import report
     from nanovllm.bench.latency import measure_requests, measure_startup
-    from nanovllm.bench.throughput import Shape, engine_facts, warm_up
-    from nanovllm.bench.workload import Lengths
+    from nanovllm.bench.throughput import engine_facts, warm_up
 
-    shape = Shape(num_seqs, Lengths.parse(input_len), Lengths.parse(output_len))
+    shape = requests.shape
     found: dict[str, Any] = {}
     if startup:  # first, while this process holds no model
         found["startup"] = measure_startup(config, startup)
     with _engine(config, threads) as engine:
         facts = engine_facts(engine)
         warm_up(engine, config.seed)
-        found |= measure_requests(engine, shape, temperature, config.seed)
+        found |= measure_requests(engine, shape, requests.temperature, config.seed)
     columns = ("mean", "p50", "p99", "max")
     report.print_table(
         "latency in milliseconds", ["", *columns],
         [[name.replace("_", " "), *(row[column] * 1000 for column in columns)] for name, row in found.items()],
     )  # fmt: skip
     print(f"attention backend that ran: {facts['engine']['attn_backend']} on {facts['hardware']}")
-    sizes = {"num_seqs": num_seqs, "input_len": input_len, "output_len": output_len}
-    report.finish(report.make_report("latency", **facts, threads=_threads(), workload=sizes, results=found), save)
+    settings = {"threads": _threads(), "workload": asdict(requests)}
+    report.finish(report.make_report("latency", **facts, **settings, results=found), save)
 
 
 @bench.command()
@@ -132,8 +148,10 @@ def schedulers(
     Simulated unless --real: the real scheduler and a cost model of a step. Of the engine options the simulation uses
     only --seed and --max-wait-steps.
     """
-    from nanovllm.bench import report, schedulers as lab
+    from nanovllm.bench import report
+    from nanovllm.bench import schedulers as lab
 
+    report.check_plot(plot)
     patience = 64 if config.max_wait_steps is None else config.max_wait_steps
     facts: dict[str, Any] = {"hardware": None}
     if real:

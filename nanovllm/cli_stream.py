@@ -86,7 +86,7 @@ def run_requests(
     ids: list[str],
     show: Callable[[dict[str, RequestOutput]], None] | None,
 ) -> tuple[list[RequestOutput], bool]:
-    """Outputs in the order of the inputs, and whether Ctrl-C cut them short. `show` sees all outputs after each step."""
+    """Outputs in the order of the inputs, and whether Ctrl-C cut them short. `show` sees all after each step."""
     latest: dict[str, RequestOutput] = {}
     with ctrl_c() as pressed:
         for request_id, parsed in zip(ids, inputs):

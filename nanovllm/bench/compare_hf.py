@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import transformers
 
-from nanovllm.bench.throughput import Shape, run_workload, warm_up
-from nanovllm.bench.workload import Lengths, Workload
+from nanovllm.bench.throughput import run_workload, warm_up
+from nanovllm.bench.workload import Lengths, Shape, Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ModelError
 from nanovllm.weights.checkpoint import open_checkpoint
@@ -42,7 +42,9 @@ def load_hf(name: str, dtype: torch.dtype, device: torch.device) -> Any:
         checkpoint.close()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:
-        raise ModelError(f"{name}: Hugging Face's model has other tensors: {missing[:4]} missing, {unexpected[:4]} extra")
+        raise ModelError(
+            f"{name}: Hugging Face's model has other tensors: {missing[:4]} missing, {unexpected[:4]} extra"
+        )
     model.tie_weights()
     # No end token: generate() then neither stops at it nor forbids it (min_new_tokens would), as with our ignore_eos.
     model.generation_config.eos_token_id = None

@@ -12,10 +12,11 @@ import random
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 from nanovllm.bench.report import summary
-from nanovllm.bench.throughput import Shape
+from nanovllm.bench.workload import Shape
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
 from nanovllm.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ def measure_requests(engine: Any, shape: Shape, temperature: float, seed: int) -
             for output in engine.step():
                 times += [time.perf_counter()] * (len(output.outputs[0].token_ids) - len(times))
         waits.append(times[0] - started)
-        gaps += [after - before for before, after in zip(times, times[1:])]
+        gaps += [after - before for before, after in pairwise(times)]
         if len(times) > 1:
             means.append((times[-1] - times[0]) / (len(times) - 1))
     found = {"time_to_first_token": summary(waits)}
@@ -59,7 +60,9 @@ def measure_startup(config: EngineConfig, repeat: int) -> dict[str, Any]:
             line = child.stdout.readline()  # written with the first token; taking the engine down again is not counted
             seconds.append(time.perf_counter() - started)
         if child.returncode or not line:
-            raise EngineDeadError(f"start-up: the child process ended with code {child.returncode}; see its message above")
+            raise EngineDeadError(
+                f"start-up: the child process ended with code {child.returncode}; see its message above"
+            )
         parts = json.loads(line)
     return {**summary(seconds), "last": parts}
 

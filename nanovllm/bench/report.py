@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table for people, then one line of JSON for tools, with where and when it was measured.
+"""What every benchmark prints: a table for people, then one line of JSON for tools that says where and when.
 
 No torch here: versions come from the installed packages' metadata.
 """
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,20 @@ def make_report(kind: str, hardware: str | None, **facts: Any) -> dict[str, Any]
     }
 
 
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " .. ".join(map(_cell, value))
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return str(value)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*[f"{value:,.3g}" if isinstance(value, float) and abs(value) < 100
-                        else f"{value:,.0f}" if isinstance(value, float) else str(value) for value in row])  # fmt: skip
+        table.add_row(*map(_cell, row))
     # Into a pipe or a file there is no window to fit into, and 80 columns would break words.
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
@@ -85,11 +93,15 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def check_plot(path: Path | None) -> None:
+    """Before anything is measured: a run of minutes should not end in a missing package."""
+    if path is not None and find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path}: needs matplotlib, which is not installed; pip install matplotlib")
+
+
 def plot_bars(path: Path, title: str, unit: str, bars: dict[str, float]) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(2 + 1.2 * len(bars), 4), layout="constrained")
     axes = figure.subplots()
     axes.bar_label(axes.bar(list(bars), list(bars.values())), fmt="%.3g")

@@ -48,7 +48,9 @@ class Trace:
 
     def jobs(self, seed: int) -> list[Job]:
         rng = random.Random(seed)
-        jobs = [Job(0.0, rng.randint(*self.long_len), rng.randint(*self.output_len), True) for _ in range(self.num_long)]
+        jobs = [
+            Job(0.0, rng.randint(*self.long_len), rng.randint(*self.output_len), True) for _ in range(self.num_long)
+        ]
         clock = 0.0
         for _ in range(self.num_short):
             clock += rng.expovariate(self.rate)

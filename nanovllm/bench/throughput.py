@@ -5,16 +5,17 @@ Each repeat draws fresh prompts, so nothing that is timed was left in the prefix
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.bench.workload import Lengths, Workload, make_workload
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.bench.workload import Lengths, Shape, Workload
 from nanovllm.errors import EngineDeadError
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,6 @@ class Run:
     @property
     def output_rate(self) -> float:
         return self.num_output_tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A workload before its random numbers are drawn."""
-
-    num_seqs: int
-    input_len: Lengths
-    output_len: Lengths
-
-    def draw(self, seed: int, vocab_size: int) -> Workload:
-        return make_workload(random.Random(seed), self.num_seqs, self.input_len, self.output_len, vocab_size)
 
 
 def run_workload(engine: LLMEngine, workload: Workload, temperature: float) -> Run:
@@ -68,7 +57,7 @@ def run_workload(engine: LLMEngine, workload: Workload, temperature: float) -> R
 
 def warm_up(engine: LLMEngine, seed: int = 0) -> None:
     """First use of everything: allocations, kernels, threads."""
-    workload = make_workload(random.Random(~seed), 2, Lengths(24, 24), Lengths(4, 4), engine.model_config.vocab_size)
+    workload = Shape(2, Lengths(24, 24), Lengths(4, 4)).draw(~seed, engine.model_config.vocab_size)
     run_workload(engine, workload, temperature=0.6)
     run_workload(engine, workload, temperature=0.0)
 
@@ -102,4 +91,5 @@ def engine_facts(engine: LLMEngine) -> dict[str, Any]:
     """For the report: what really ran, not what was asked for."""
     facts = engine.describe()
     runs_on = facts.pop("runs_on")
-    return {"hardware": runs_on.pop("device"), "engine": {**facts, **runs_on}}
+    hardware = f"{runs_on.pop('device')}, {runs_on.pop('architecture')}"
+    return {"hardware": hardware, "engine": {**facts, **runs_on}}

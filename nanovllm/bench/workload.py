@@ -63,3 +63,15 @@ def make_workload(
     largest = min(LARGEST_TOKEN, vocab_size - 1)
     prompts = [[rng.randint(0, largest) for _ in range(input_len.draw(rng))] for _ in range(num_seqs)]
     return Workload(prompts, [output_len.draw(rng) for _ in range(num_seqs)])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A workload before its random numbers are drawn."""
+
+    num_seqs: int
+    input_len: Lengths
+    output_len: Lengths
+
+    def draw(self, seed: int, vocab_size: int) -> Workload:
+        return make_workload(random.Random(seed), self.num_seqs, self.input_len, self.output_len, vocab_size)

@@ -72,9 +72,9 @@ class AsyncLLMEngine:
             self.engine.add_request(request_id, prompt, params, priority=priority)
             self._streams[request_id] = stream
 
-        await asyncio.wrap_future(self._submit(add))  # raises here if the request is refused
         finished = False
         try:
+            await asyncio.wrap_future(self._submit(add))  # raises here if the request is refused
             while not finished:
                 item = await stream.items.get()
                 while not stream.items.empty() and not isinstance(item, BaseException):
@@ -86,8 +86,9 @@ class AsyncLLMEngine:
                 yield item
         finally:
             if not finished:
+                # Also after a refusal or a cancelled add: then the id may be somebody else's, hence the stream.
                 with contextlib.suppress(EngineDeadError):
-                    self._post(lambda: self._abort(request_id))
+                    self._post(lambda: self._abort(request_id, stream))
 
     async def abort(self, request_id: str) -> None:
         await asyncio.wrap_future(self._submit(lambda: self._abort(request_id)))
@@ -127,7 +128,7 @@ class AsyncLLMEngine:
     def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
             if self._stopping:
-                raise EngineDeadError(f"this engine is closed{f': {self._failure}' if self._failure else ''}")
+                raise EngineDeadError(f"this engine is closed{self._why()}: create a new one")
             self._commands.put(action)
 
     def _stop(self) -> None:
@@ -152,9 +153,11 @@ class AsyncLLMEngine:
                 self._stopping = True
             self.engine.close()
             self._run_commands(wait=False)  # whoever asked meanwhile is refused by the closed engine, not left waiting
-            reason = self._failure or EngineDeadError("the engine was closed while this request ran")
             for stream in self._streams.values():
-                stream.put(reason)
+                stream.put(EngineDeadError(f"the engine was closed while this request ran{self._why()}"))
+
+    def _why(self) -> str:
+        return "" if self._failure is None else f" because it failed ({type(self._failure).__name__}: {self._failure})"
 
     def _run_commands(self, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):
@@ -162,7 +165,10 @@ class AsyncLLMEngine:
                 self._commands.get(block=wait)()
                 wait = False
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
+        """Given a stream, only if the request is still that stream's."""
+        if stream is not None and self._streams.get(request_id) is not stream:
+            return
         output = self.engine.abort_request(request_id)
         stream = self._streams.pop(request_id, None)
         if stream and output:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionBatch
 from nanovllm.executor.decode_graphs import DecodeGraphs
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate
+from nanovllm.executor.mixed_graphs import MixedGraphs, MixedInputs, compute_mixed
 from nanovllm.executor.model_runner import InFlight, ModelRunner
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import Download, Uploader
-from nanovllm.layers.attention import Step
 from nanovllm.models.transformer import Transformer
 from nanovllm.sampling.plain import is_plain
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
@@ -30,8 +29,9 @@ class GpuRunner:
     overlap = 2  # plan the next step while one runs
 
     def __init__(
-        self, model: Transformer, layout: CacheLayout, device: Device, max_num_seqs: int, max_model_len: int, eager: bool
-    ) -> None:
+        self, model: Transformer, layout: CacheLayout, device: Device, max_num_seqs: int, max_model_len: int,
+        max_num_tokens: int, eager: bool,
+    ) -> None:  # fmt: skip
         self.model = model
         self.device = device
         self.layout = layout
@@ -39,16 +39,21 @@ class GpuRunner:
         self._batch = InputBatch(max_num_seqs, max_model_len, layout.block_size)
         self._uploader = Uploader(device)
         num_blocks = -(-max_model_len // layout.block_size)
-        self._row_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
+        self._max_model_len = max_model_len
+        self._row_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device.torch_device)
         self._row_tables = torch.zeros(max_num_seqs, num_blocks, dtype=torch.int32, device=device.torch_device)
         self._changed_rows: dict[int, None] = {}  # rows whose block table on the device is behind
         self._graphs = DecodeGraphs(model, self._caches, device, max_num_seqs, max_model_len, layout.block_size, eager)
+        self._mixed_graphs = MixedGraphs(
+            model, self._caches, device, self._row_tokens, num_blocks, 0 if eager else max_num_tokens, max_model_len
+        )
         # Sampling that needs the host, prompt logprobs included, is the plain runner's work on our caches and batch.
         self._host_runner = ModelRunner(model, layout, device, self._caches, self._batch, draw_plain=self._draw_plain)
 
     def capture(self) -> None:
         with torch.inference_mode():
             self._graphs.capture()
+            self._mixed_graphs.capture()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -100,45 +105,41 @@ class GpuRunner:
         return InFlight(lambda: self._collect(entries, download))
 
     def _launch_mixed(self, plan: StepPlan) -> InFlight:
-        from nanovllm.ops.triton.sampling import sample
-
         entries = tuple(sorted(plan.entries, key=lambda entry: entry.num_new > 1))  # decodes first
-        arrays = self._batch.arrays(entries)
-        rows = np.array([self._batch.row(entry.seq_id) for entry in entries])
-        token_rows = np.repeat(rows, [entry.num_new for entry in entries])
-        tokens = self._batch.known_tokens(token_rows, arrays.positions).astype(np.int64)
-        sampling = [i for i, entry in enumerate(entries) if entry.samples]
-        temperatures, seeds = self._sampling_arrays([entries[i].seq_id for i in sampling], len(sampling))
-        logit_rows = arrays.query_starts[1:][sampling].astype(np.int64) - 1
-        unknown = np.flatnonzero(tokens < 0)
-        d_tokens, d_positions, d_slots, d_starts, d_lens, d_tables, d_rows, d_logit_rows, d_temps, d_seeds, d_unknown, (
-            d_unknown_rows
-        ) = self._uploader.send([
-            tokens, arrays.positions.astype(np.int64), arrays.slots, arrays.query_starts, arrays.context_lens,
-            arrays.block_tables, rows[sampling].astype(np.int64), logit_rows, temperatures, seeds,
-            unknown.astype(np.int64), token_rows[unknown].astype(np.int64),
-        ])  # fmt: skip
-        if len(unknown):
-            d_tokens.index_copy_(0, d_unknown, self._row_tokens[d_unknown_rows])
-        batch = AttentionBatch(
-            query_lens=[entry.num_new for entry in entries],
-            context_lens=arrays.context_lens.tolist(),
-            blocks=self._host_runner.block_indices(arrays) if not self._graph_safe() else [],
-            device_query_starts=d_starts,
-            device_context_lens=d_lens,
-            device_block_tables=d_tables,
-            slots=d_slots,
-            num_decodes=sum(entry.num_new == 1 for entry in entries),
-            max_context_len=int(arrays.context_lens.max()),
-        )
-        hidden = self.model(Step(d_tokens, d_positions, d_logit_rows, batch), self._caches)
-        if not sampling:
-            return InFlight(lambda: StepResult(token_ids=[]))
-        sampled = sample(self.model.logits(hidden), d_temps, d_seeds, d_positions[d_logit_rows] + 1)
-        self._row_tokens.index_copy_(0, d_rows, sampled)
+        order = [entry for entry in entries if entry.samples]
+        inputs = self._mixed_inputs(entries, order)
+        size = self._mixed_graphs.size_for(len(inputs.tokens), len(entries))
+        if size is not None:
+            sampled = self._mixed_graphs.run(size, inputs)
+        else:
+            fields = [getattr(inputs, field) for field in MixedInputs.__dataclass_fields__]
+            num_decodes = sum(entry.num_new == 1 for entry in entries)
+            sent = self._uploader.send(fields)
+            sampled = compute_mixed(
+                self.model, self._caches, sent, self._row_tokens, num_decodes, self._max_model_len
+            )
         download = Download(sampled[:, None])
-        order = [entries[i] for i in sampling]
         return InFlight(lambda: self._collect(order, download, plan))
+
+    def _mixed_inputs(self, entries: tuple[PlanEntry, ...], sampling: list[PlanEntry]) -> MixedInputs:
+        arrays = self._batch.arrays(entries)
+        rows = [self._batch.row(entry.seq_id) for entry in entries]
+        token_rows = np.repeat(rows, [entry.num_new for entry in entries])
+        temperatures, seeds = self._sampling_arrays([entry.seq_id for entry in sampling], len(sampling))
+        last = arrays.query_starts[1:][[entry.samples for entry in entries]]
+        return MixedInputs(
+            tokens=self._batch.known_tokens(token_rows, arrays.positions).astype(np.int64),
+            token_rows=token_rows.astype(np.int64),
+            positions=arrays.positions.astype(np.int64),
+            slots=arrays.slots,
+            query_starts=arrays.query_starts,
+            context_lens=arrays.context_lens,
+            block_tables=arrays.block_tables,
+            logit_rows=last.astype(np.int64) - 1,
+            rows=np.array([self._batch.row(entry.seq_id) for entry in sampling], dtype=np.int64),
+            temperatures=temperatures,
+            seeds=seeds,
+        )
 
     def _collect(self, entries: tuple[PlanEntry, ...] | list[PlanEntry], download: Download,
                  plan: StepPlan | None = None) -> StepResult:  # fmt: skip
@@ -174,6 +175,3 @@ class GpuRunner:
         rows = list(self._changed_rows)
         self._changed_rows.clear()
         return np.array(rows, dtype=np.int64), self._batch.block_table_rows(rows, num_blocks)
-
-    def _graph_safe(self) -> bool:
-        return all(layer.attention.backend.graph_safe for layer in self.model.layers)  # type: ignore[union-attr]

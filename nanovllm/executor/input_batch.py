@@ -23,7 +23,7 @@ class StepArrays:
     slots: np.ndarray  # int64 [tokens]
     query_starts: np.ndarray  # int32 [entries + 1]
     context_lens: np.ndarray  # int32 [entries]
-    block_tables: np.ndarray  # int32 [entries, most blocks of any]; only the first cdiv(context, block_size) of a row count
+    block_tables: np.ndarray  # int32 [entries, most blocks of any]; beyond an entry's own: leftovers
 
 
 class InputBatch:

@@ -1,7 +1,7 @@
 """How large the KV cache is, and the cache itself.
 
-`CacheLayout.fit` is arithmetic on numbers that were measured; `allocate` makes the tensors. The size is the *minimum* over the
-ranks: a plan names block ids, so every rank must have every block.
+`CacheLayout.fit` is arithmetic on numbers that were measured; `allocate` makes the tensors. The size is the *minimum*
+over the ranks: a plan names block ids, so every rank must have every block.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class CacheLayout:
     def fit(cls, free_bytes: list[int], specs: list[AttentionSpec], block_size: int, wanted: int | None) -> CacheLayout:
         """free_bytes: what each rank can spare. wanted: num_kvcache_blocks, or None for all that fits."""
         per_block = block_bytes(specs, block_size)
-        most = min(free_bytes) // per_block
+        left = max(min(free_bytes), 0)  # a GPU that others have filled leaves us less than nothing
+        most = left // per_block
         if most < 1:
             raise ConfigError(
-                f"no room for the KV cache: {min(free_bytes) / 2**20:.0f} MiB are left after the weights and one block "
+                f"no room for the KV cache: {left / 2**20:.0f} MiB are left after the weights and one block "
                 f"of {block_size} tokens needs {per_block / 2**20:.1f} MiB; raise gpu_memory_utilization (GPU) or "
                 f"cpu_kvcache_gb (CPU), or lower max_num_batched_tokens"
             )
         if wanted is not None and wanted > most:
             raise ConfigError(
                 f"num_kvcache_blocks={wanted} needs {wanted * per_block / 2**30:.2f} GiB, but "
-                f"{min(free_bytes) / 2**30:.2f} GiB are left: at most {most} blocks"
+                f"{left / 2**30:.2f} GiB are left: at most {most} blocks"
             )
         return cls(block_size, most if wanted is None else wanted, per_block)
 

@@ -1,11 +1,12 @@
 """LocalExecutor: the model in this process, one rank, no process group.
 
-`launch(plan)` starts a step and returns an InFlight; `InFlight.result()` waits for it. On the CPU the work is done inside
-`launch`; the contract is the one that overlapping devices and other processes need.
+`launch(plan)` starts a step and returns an InFlight; `InFlight.result()` waits for it. On the CPU the work is done
+inside `launch`; the contract is the one that overlapping devices and other processes need.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any, Protocol
 
@@ -58,7 +59,7 @@ class LocalExecutor:
         if config.num_kvcache_blocks is None and layout.num_blocks > most and not self.device.is_gpu:
             layout = CacheLayout(block_size, most, block_bytes(specs, block_size))  # more could never be used at once
         self.layout = layout
-        self.runner = self._make_runner(config, model, max_model_len)
+        self.runner = self._make_runner(config, model, max_model_len, max_num_batched_tokens)
 
     def _load(
         self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, max_model_len: int
@@ -84,12 +85,14 @@ class LocalExecutor:
         ours = int(total * config.gpu_memory_utilization) - self.device.allocated_bytes()
         return min(free, ours) - step_bytes - GRAPH_BYTES
 
-    def _make_runner(self, config: EngineConfig, model: Transformer, max_model_len: int) -> Runner:
+    def _make_runner(self, config: EngineConfig, model: Transformer, max_model_len: int, max_num_tokens: int) -> Runner:
         seqs = config.max_num_seqs
         if self.device.is_gpu and model.ops.name == "triton" and self.selection.backend.graph_safe:
             from nanovllm.executor.gpu_runner import GpuRunner
 
-            runner = GpuRunner(model, self.layout, self.device, seqs, max_model_len, eager=config.enforce_eager)
+            runner = GpuRunner(
+                model, self.layout, self.device, seqs, max_model_len, max_num_tokens, eager=config.enforce_eager
+            )
             runner.capture()
             return runner
         caches = allocate(self.layout, model.specs, self.device)
@@ -107,6 +110,7 @@ class LocalExecutor:
     def close(self) -> None:
         if hasattr(self, "runner"):
             del self.runner
+            gc.collect()  # captured graphs and their buffers refer to each other; the memory must be free *now*
             self.device.release_cached()
 
     def describe(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class ModelRunner:
         return hidden[: len(sampled)]
 
     def _scored_rows(self, entry: PlanEntry, arrays: StepArrays, index: int) -> range | None:
-        """Rows of the step that hold prompt positions followed by another prompt token, if their logprobs are wanted."""
+        """Rows of the step that are followed by another prompt token, if prompt logprobs are wanted."""
         arrival = self._batch.arrival(entry.seq_id)
         if arrival.params.prompt_logprobs is None:
             return None

@@ -1,8 +1,8 @@
 """Moving small arrays to a GPU and back without waiting, and without the classic race.
 
-A copy from pinned memory returns before it has read that memory. Whoever writes the buffer again too early changes a copy
-that is still under way: wrong tokens, rarely, on a busy card. Here that cannot be written by mistake: a buffer has one
-owner, `Uploader`, which reuses it only after the event of its last copy; a result has one owner, `Download`, which
+A copy from pinned memory returns before it has read that memory. Whoever writes the buffer again too early changes a
+copy that is still under way: wrong tokens, rarely, on a busy card. Here that cannot be written by mistake: a buffer has
+one owner, `_Staging`, which reuses it only after the event of its last copy; a result has one owner, `Download`, which
 is read through `wait()` alone.
 """
 
@@ -24,40 +24,67 @@ class _Buffer:
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
+class _Staging:
+    """Pinned buffers used in turn; each waits for the copy that last read it before it is written again."""
+
+    def __init__(self, num_buffers: int, size: int) -> None:
+        self._buffers = [_Buffer(torch.empty(size, dtype=torch.uint8).pin_memory()) for _ in range(num_buffers)]
+        self._next = 0
+
+    def copy(self, arrays: list[np.ndarray], places: list[slice], target: torch.Tensor) -> None:
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        buffer.copied.synchronize()  # usually long ago
+        if len(buffer.memory) < len(target):
+            buffer.memory = torch.empty(1 << (len(target) - 1).bit_length(), dtype=torch.uint8).pin_memory()
+        host = buffer.memory.numpy()
+        for place, array in zip(places, arrays):
+            host[place] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        target.copy_(buffer.memory[: len(target)], non_blocking=True)
+        buffer.copied.record()
+
+
+def _places(arrays: list[np.ndarray]) -> tuple[list[slice], int]:
+    places, size = [], 0
+    for array in arrays:
+        places.append(slice(size, size + array.nbytes))
+        size += -(-array.nbytes // ALIGN) * ALIGN
+    return places, max(size, ALIGN)
+
+
+def _views(memory: torch.Tensor, arrays: list[np.ndarray], places: list[slice]) -> list[torch.Tensor]:
+    dtypes = [torch.from_numpy(array[:0].reshape(-1)).dtype for array in arrays]
+    return [memory[place].view(dtype).view(array.shape) for place, dtype, array in zip(places, dtypes, arrays)]
+
+
 class Uploader:
     """Packs arrays into one pinned buffer and sends them in one copy. Each copy costs the host tens of microseconds
     whatever its size, so a step sends one."""
 
-    def __init__(self, device: Device, num_buffers: int = 3) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._buffers = [_Buffer(torch.empty(1 << 16, dtype=torch.uint8).pin_memory()) for _ in range(num_buffers)]
-        self._next = 0
+        self._staging = _Staging(num_buffers=3, size=1 << 16)
 
     def send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         """The same arrays on the device. They are valid for work queued on the current stream from now on."""
-        starts, size = [], 0
-        for array in arrays:
-            starts.append(size)
-            size += -(-array.nbytes // ALIGN) * ALIGN
-        buffer = self._take(size)
-        host = buffer.memory.numpy()
-        for start, array in zip(starts, arrays):
-            host[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        places, size = _places(arrays)
         sent = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
-        sent.copy_(buffer.memory[:size], non_blocking=True)
-        buffer.copied.record()
-        return [
-            sent[start : start + array.nbytes].view(torch.from_numpy(array[:0].reshape(-1)).dtype).view(array.shape)
-            for start, array in zip(starts, arrays)
-        ]
+        self._staging.copy(arrays, places, sent)
+        return _views(sent, arrays, places)
 
-    def _take(self, size: int) -> _Buffer:
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
-        buffer.copied.synchronize()  # the copy that last used this buffer has read it; usually long ago
-        if len(buffer.memory) < size:
-            buffer.memory = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8).pin_memory()
-        return buffer
+
+class StaticUpload:
+    """The same for a captured graph, which reads fixed addresses: shapes and places are those of the first arrays."""
+
+    def __init__(self, device: Device, arrays: list[np.ndarray]) -> None:
+        self._places, size = _places(arrays)
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+        self._staging = _Staging(num_buffers=2, size=size)
+        self.tensors = _views(self._memory, arrays, self._places)
+        self.send(arrays)
+
+    def send(self, arrays: list[np.ndarray]) -> None:
+        self._staging.copy(arrays, self._places, self._memory)
 
 
 class Download:

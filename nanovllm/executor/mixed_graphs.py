@@ -1,0 +1,134 @@
+"""Steps that hold a prompt, as captured graphs for common sizes.
+
+A prompt of 1,024 tokens is 4 ms of work for a large GPU and 27 ms of launching for a slow host, so small mixed steps
+are replayed too: the step is padded to the next bucket of tokens (their slots are -1, and no sequence owns them) and to a
+fixed number of entries (of no tokens). Large steps gain nothing: there the launches hide behind the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import AttentionBatch
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.graphs import capture_graph
+from nanovllm.hardware.staging import StaticUpload
+from nanovllm.layers.attention import KVCache, Step
+from nanovllm.models.transformer import Transformer
+
+TOKEN_BUCKETS = (64, 128, 256, 512, 768, 1024, 1536, 2048)
+MAX_ENTRIES = 16
+
+
+@dataclass(frozen=True)
+class MixedInputs:
+    """One step on the host, unpadded; the order of the fields is the order in the upload."""
+
+    tokens: np.ndarray  # int64 [tokens], -1 = take row_tokens[token_rows]
+    token_rows: np.ndarray  # int64 [tokens]
+    positions: np.ndarray  # int64 [tokens]
+    slots: np.ndarray  # int64 [tokens]
+    query_starts: np.ndarray  # int32 [entries + 1]
+    context_lens: np.ndarray  # int32 [entries]
+    block_tables: np.ndarray  # int32 [entries, blocks]
+    logit_rows: np.ndarray  # int64 [sampling entries]
+    rows: np.ndarray  # int64 [sampling entries]: whose token is sampled
+    temperatures: np.ndarray  # float32
+    seeds: np.ndarray  # int64
+
+    def padded(self, num_tokens: int, num_blocks: int, spare_row: int) -> list[np.ndarray]:
+        def grow(array: np.ndarray, size: int, fill: int) -> np.ndarray:
+            return np.concatenate([array, np.full(size - len(array), fill, dtype=array.dtype)])
+
+        tables = np.zeros((MAX_ENTRIES, num_blocks), dtype=np.int32)
+        tables[: len(self.block_tables), : self.block_tables.shape[1]] = self.block_tables
+        return [
+            grow(self.tokens, num_tokens, 0),
+            grow(self.token_rows, num_tokens, 0),
+            grow(self.positions, num_tokens, 0),
+            grow(self.slots, num_tokens, -1),
+            grow(self.query_starts, MAX_ENTRIES + 1, int(self.query_starts[-1])),
+            grow(self.context_lens, MAX_ENTRIES, 0),
+            tables,
+            grow(self.logit_rows, MAX_ENTRIES, 0),
+            grow(self.rows, MAX_ENTRIES, spare_row),
+            grow(self.temperatures, MAX_ENTRIES, 0),
+            grow(self.seeds, MAX_ENTRIES, 0),
+        ]
+
+
+def compute_mixed(
+    model: Transformer, caches: list[KVCache], inputs: list[torch.Tensor], row_tokens: torch.Tensor, num_decodes: int,
+    max_context_len: int,
+) -> torch.Tensor:  # fmt: skip
+    """Forward, sample, remember the tokens by row; the sampled tokens. `inputs`: the fields of MixedInputs."""
+    from nanovllm.ops.triton.sampling import sample
+
+    tokens, token_rows, positions, slots, starts, lens, tables, logit_rows, rows, temperatures, seeds = inputs
+    tokens = torch.where(tokens < 0, row_tokens[token_rows], tokens)
+    batch = AttentionBatch(
+        query_lens=[],
+        context_lens=[],
+        blocks=[],
+        device_query_starts=starts,
+        device_context_lens=lens,
+        device_block_tables=tables,
+        slots=slots,
+        num_decodes=num_decodes,
+        max_context_len=max_context_len,
+    )
+    hidden = model(Step(tokens, positions, logit_rows, batch), caches)
+    sampled = sample(model.logits(hidden), temperatures, seeds, positions[logit_rows] + 1)
+    row_tokens.index_copy_(0, rows, sampled)
+    return sampled
+
+
+class MixedGraphs:
+    def __init__(
+        self, model: Transformer, caches: list[KVCache], device: Device, row_tokens: torch.Tensor, num_blocks: int,
+        max_num_tokens: int, max_model_len: int,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._caches = caches
+        self._device = device
+        self._row_tokens = row_tokens  # one row more than sequences: padding writes there
+        self._num_blocks = num_blocks
+        self._max_model_len = max_model_len
+        self.sizes = [size for size in TOKEN_BUCKETS if size <= max_num_tokens]
+        self._graphs: dict[int, tuple[StaticUpload, Callable[[], None], list[torch.Tensor]]] = {}
+
+    def capture(self) -> None:
+        pool = None
+        for size in reversed(self.sizes):
+            empty = MixedInputs(
+                *(np.zeros(0, dtype=np.int64) for _ in range(4)), np.zeros(1, dtype=np.int32),
+                np.zeros(0, dtype=np.int32), np.zeros((0, 1), dtype=np.int32),
+                np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32),
+                np.zeros(0, dtype=np.int64),
+            )  # fmt: skip
+            upload = StaticUpload(self._device, empty.padded(size, self._num_blocks, len(self._row_tokens) - 1))
+            out: list[torch.Tensor] = []
+
+            def compute(upload: StaticUpload = upload, out: list[torch.Tensor] = out) -> None:
+                sampled = compute_mixed(
+                    self._model, self._caches, upload.tensors, self._row_tokens, 0, self._max_model_len
+                )
+                out[:] = [sampled]
+
+            replay, pool = capture_graph(compute, pool)
+            self._graphs[size] = (upload, replay, out)
+
+    def size_for(self, num_tokens: int, num_entries: int) -> int | None:
+        if num_entries > MAX_ENTRIES:
+            return None
+        return next((size for size in self.sizes if size >= num_tokens and size in self._graphs), None)
+
+    def run(self, size: int, inputs: MixedInputs) -> torch.Tensor:
+        upload, replay, out = self._graphs[size]
+        upload.send(inputs.padded(size, self._num_blocks, len(self._row_tokens) - 1))
+        replay()
+        return out[0][: len(inputs.rows)]

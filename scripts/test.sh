@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# All checks from a fresh clone: ruff, mypy, pytest.  scripts/test.sh [arguments of pytest]
+# Every check runs even if one before it failed; the exit code is 0 only if all passed.
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+
+ensure_installed test
+cd -- "$ROOT"
+
+summary=""
+status=0
+check() { # NAME COMMAND...
+    local name="$1" started=$SECONDS result=passed
+    shift
+    say "== $name"
+    "$@" || { result=FAILED; status=1; }
+    summary="$summary$(printf '%-8s %s in %d s' "$name" "$result" $((SECONDS - started)))"$'\n'
+}
+
+check ruff "$VENV/bin/python" -m ruff check .
+check mypy "$VENV/bin/python" -m mypy
+check pytest "$VENV/bin/python" -m pytest --durations=10 "$@"
+printf '\n%s' "$summary"
+exit "$status"

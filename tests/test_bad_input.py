@@ -1,0 +1,384 @@
+"""Bad input through the front door: the right class of error, with the value, the limit and the remedy in its text,
+and an engine that goes on answering right.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, ConfigError, ModelError, NanoVLLMError, RequestError, SamplingParams
+from tests.tiny_models import MAX_POSITION, NEW_TOKENS, VOCAB, TinyModel, edit_config
+
+MakeLLM = Callable[..., LLM]
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def assert_answers(llm: LLM, llama: TinyModel) -> None:
+    assert not llm.engine.has_unfinished_requests()
+    assert [o["token_ids"] for o in llm.generate(llama.prompts[:3], GREEDY, use_tqdm=False)] == llama.tokens[:3]
+    assert llm.engine.scheduler.blocks.num_used == 0
+
+
+def refused(llm: LLM, llama: TinyModel, prompt: Any, params: Any = GREEDY, **options: Any) -> str:
+    """The message; alone and in the middle of good prompts, where nothing must run and the bad one is named."""
+    with pytest.raises(RequestError) as alone:
+        llm.generate(prompt, params, use_tqdm=False, **options)
+    steps = llm.engine.stats.num_steps
+    with pytest.raises(RequestError, match="prompt 1: "):
+        llm.generate(["the", prompt, "town"], [GREEDY, params, GREEDY], use_tqdm=False)
+    assert llm.engine.stats.num_steps == steps
+    assert_answers(llm, llama)
+    return str(alone.value)
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [[[]], {"prompt_token_ids": []}, {"prompt_token_ids": ()}])
+def test_empty_prompt(llm: LLM, llama: TinyModel, prompt: Any) -> None:
+    """Lesson 4."""
+    with pytest.raises(RequestError, match="empty.*at least one token"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert_answers(llm, llama)
+
+
+def test_empty_text_is_empty_unless_the_tokenizer_adds_a_token(
+    make_llm: MakeLLM, llm: LLM, llama: TinyModel, llama_copy: Path
+) -> None:
+    assert llm.generate("", GREEDY, use_tqdm=False)[0].prompt_token_ids == [1]  # this tokenizer writes a bos
+    tokenizer = json.loads((llama_copy / "tokenizer.json").read_text())
+    (llama_copy / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    assert "empty" in refused(make_llm(llama_copy), llama, "")
+
+
+@pytest.mark.parametrize("bad", [VOCAB, -1, 10**9, 2**70, "x", 1.5, None, True])
+def test_ids_outside_the_vocabulary(llm: LLM, llama: TinyModel, bad: Any) -> None:
+    message = refused(llm, llama, {"prompt_token_ids": [5, bad, 6]})
+    assert repr(bad) in message
+    assert f"[0, {VOCAB - 1}]" in message
+
+
+@pytest.mark.parametrize("extra", [0, 1, 1000])
+def test_too_long_for_the_model(llm: LLM, llama: TinyModel, extra: int) -> None:
+    """Lesson 5. One token less is served."""
+    message = refused(llm, llama, {"prompt_token_ids": [5] * (MAX_POSITION + extra)})
+    for part in (f"{MAX_POSITION + extra} tokens", f"max_model_len={MAX_POSITION}", "shorten"):
+        assert part in message
+    longest = llm.generate([5] * (MAX_POSITION - 1), GREEDY, use_tqdm=False)[0]
+    assert len(longest["token_ids"]) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [32, 33, 100])
+def test_larger_than_the_whole_cache(make_llm: MakeLLM, llama: TinyModel, num_tokens: int) -> None:
+    """Lesson 2: it killed the engine and every later request; here those before and after are served."""
+    llm = make_llm(num_kvcache_blocks=2, kvcache_block_size=16)
+    message = refused(llm, llama, {"prompt_token_ids": [5] * num_tokens})
+    for part in (str(num_tokens), "holds 32", "num_kvcache_blocks"):
+        assert part in message
+    assert llm.generate([5] * 31, GREEDY, use_tqdm=False)[0]["token_ids"]
+
+
+def test_huge_prompts_are_refused_without_reading_them(llm: LLM, llama: TinyModel) -> None:
+    """Lesson 4: 100 MB of text would take a minute to tokenise, only to be refused."""
+    started = time.monotonic()
+    assert "100000000 characters" in refused(llm, llama, "a " * 50_000_000)
+    assert "20000000 tokens" in refused(llm, llama, {"prompt_token_ids": [5] * 20_000_000})
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [5, None, 1.5, b"the", {5}, object(), {"prompt_token_ids": 5}, {"prompt_token_ids": None}, {"prompt": 5}, {},
+     {"prompt": b"x"}, {"prompt": "x", "prompt_token_ids": [5]}, {"text": "x"}, {"prompt": "x", "image": 1},
+     {"prompt": "x", "cache_salt": 5}, {"prompt_token_ids": {"a": 1}}, {"prompt_token_ids": "abc"}],
+)  # fmt: skip
+def test_things_that_are_no_prompt(llm: LLM, llama: TinyModel, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert_answers(llm, llama)
+
+
+@pytest.mark.parametrize("prompts", [5, None, b"the", 1.5])
+def test_things_that_are_no_list_of_prompts(llm: LLM, llama: TinyModel, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompts? must be"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert_answers(llm, llama)
+
+
+def test_text_that_is_no_unicode(llm: LLM, llama: TinyModel) -> None:
+    """Lone surrogates come out of json.loads; they must not reach a hash, a tokenizer or a matcher as they are."""
+    assert "Unicode" in refused(llm, llama, "the \ud800 town")
+    refused(llm, llama, {"prompt_token_ids": llama.prompts[-1], "cache_salt": "\ud800"})
+    refused(llm, llama, "the", SamplingParams(bad_words=["\ud800"]))
+    llm.generate("the", SamplingParams(stop="\ud800", max_tokens=2), use_tqdm=False)  # simply never found
+    assert_answers(llm, llama)
+
+
+def test_other_text_is_served(llm: LLM, llama: TinyModel) -> None:
+    prompts = ["\0", "\n", "é", "e\u0301", "👩‍👩‍👧", "\u202e", "<|eos|><|end|>", "a" * 100]
+    assert all(o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False))
+    assert_answers(llm, llama)
+
+
+# ---- params ----------------------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("params", "parts"),
+    [
+        ({"temperature": NAN}, ("temperature=nan", "finite", "0 is greedy")),
+        ({"temperature": INF}, ("temperature=inf", "finite")),
+        ({"temperature": -0.1}, ("temperature=-0.1", "[0, 100]")),
+        ({"temperature": "hot"}, ("temperature='hot'",)),
+        ({"top_p": 0}, ("top_p=0", "(0, 1]", "1 keeps all")),
+        ({"top_p": 1.01}, ("top_p=1.01", "(0, 1]")),
+        ({"top_p": NAN}, ("top_p=nan",)),
+        ({"top_k": -2}, ("top_k=-2", "-1 keeps all")),
+        ({"min_p": -0.1}, ("min_p=-0.1", "[0, 1]")),
+        ({"n": 0}, ("n=0", "[1, 1024]")),
+        ({"n": -1}, ("n=-1",)),
+        ({"n": 10**9}, ("n=1000000000", "[1, 1024]")),
+        ({"max_tokens": 0}, ("max_tokens=0", "None means until max_model_len")),
+        ({"max_tokens": -5}, ("max_tokens=-5",)),
+        ({"min_tokens": 17}, ("min_tokens=17", "[0, 16]", "max_tokens")),
+        ({"presence_penalty": 2.1}, ("presence_penalty=2.1", "[-2, 2]")),
+        ({"frequency_penalty": -INF}, ("frequency_penalty=-inf",)),
+        ({"repetition_penalty": 0}, ("repetition_penalty=0", "1 is off")),
+        ({"seed": 1.5}, ("seed=1.5",)),
+        ({"logprobs": -1}, ("logprobs=-1",)),
+        ({"prompt_logprobs": 10**6}, ("prompt_logprobs=1000000", "1000")),
+        ({"stop": [""]}, ("stop=''",)),
+        ({"stop": ["x"] * 1000}, ("1000", "128")),
+        ({"stop_token_ids": [-1]}, ("stop_token_ids", "-1")),
+        ({"allowed_token_ids": []}, ("allowed_token_ids=[]", "at least one")),
+        ({"logit_bias": {5: 101}}, ("logit_bias[5]=101", "[-100, 100]")),
+        ({"logit_bias": {5: NAN}}, ("logit_bias[5]=nan",)),
+        ({"logit_bias": {"x": 1}}, ("logit_bias key='x'",)),
+        ({"detokenize": False, "stop": "x"}, ("detokenize=True", "stop_token_ids")),
+        ({"ignore_eos": 1}, ("ignore_eos=1", "True or False")),
+    ],
+)
+def test_bad_params_never_reach_the_engine(params: dict[str, Any], parts: tuple[str, ...]) -> None:
+    """Lessons 1 and 4."""
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**params)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_unknown_keywords() -> None:
+    """Lesson 1: honoured or refused by name, never ignored."""
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="'max_model_length'.*did you mean 'max_model_len'"):
+        LLM("nowhere", max_model_length=5)
+    with pytest.raises(ConfigError, match="'zzz'.*known options.*max_num_seqs"):
+        LLM("nowhere", zzz=5)
+
+
+@pytest.mark.parametrize(
+    ("params", "parts"),
+    [
+        (SamplingParams(stop_token_ids=[VOCAB]), ("stop_token_ids", str(VOCAB))),
+        (SamplingParams(allowed_token_ids=[5, VOCAB]), ("allowed_token_ids", str(VOCAB))),
+        (SamplingParams(logit_bias={10**6: 1.0}), ("logit_bias", "1000000", str(VOCAB))),
+        (SamplingParams(logprobs=VOCAB + 1), (f"logprobs={VOCAB + 1}", str(VOCAB))),
+        (SamplingParams(prompt_logprobs=VOCAB + 1), (f"prompt_logprobs={VOCAB + 1}", str(VOCAB))),
+        (SamplingParams(bad_words=["x" * 10**6]), ("1000000 characters",)),
+        ({"temperature": 0}, ("SamplingParams",)),
+        ("greedy", ("SamplingParams",)),
+    ],
+)
+def test_params_that_do_not_fit_the_model(llm: LLM, llama: TinyModel, params: Any, parts: tuple[str, ...]) -> None:
+    if isinstance(params, str):  # a string is a sequence: one character for each prompt
+        with pytest.raises(RequestError, match="sampling_params"):
+            llm.generate("the", params, use_tqdm=False)
+        return
+    message = refused(llm, llama, "the", params)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_lists_of_different_lengths(llm: LLM, llama: TinyModel, count: int) -> None:
+    with pytest.raises(RequestError, match=f"sampling_params has {count} entries for 2 prompts.*one for each"):
+        llm.generate(["the", "town"], [GREEDY] * count, use_tqdm=False)
+    with pytest.raises(RequestError, match=f"priority has {count} entries for 2 prompts"):
+        llm.generate(["the", "town"], GREEDY, use_tqdm=False, priority=[0] * count)
+    assert_answers(llm, llama)
+
+
+def test_priority_is_honoured_or_refused(make_llm: MakeLLM, llm: LLM, llama: TinyModel) -> None:
+    with pytest.raises(RequestError, match="priority=3.*scheduling_policy='priority'"):
+        llm.generate(["the", "town"], GREEDY, use_tqdm=False, priority=[0, 3])
+    assert_answers(llm, llama)
+    by_priority = make_llm(scheduling_policy="priority")
+    for bad in ("high", None, 1.5, True):
+        with pytest.raises(RequestError, match=r"priority=.*integer"):
+            by_priority.generate(["the", "town"], GREEDY, use_tqdm=False, priority=[0, bad])
+    assert_answers(by_priority, llama)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"kvcache_block_size": 24}, ("kvcache_block_size=24", "power of two", "16")),
+        ({"kvcache_block_size": 8}, ("kvcache_block_size=8", "[16, 256]")),
+        ({"max_num_seqs": 0}, ("max_num_seqs=0",)),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 5}, ("max_num_batched_tokens=4", "max_num_seqs=5")),
+        ({"max_model_len": MAX_POSITION + 1}, (f"max_model_len={MAX_POSITION + 1}", f"at most {MAX_POSITION}")),
+        ({"max_model_len": 1}, ("max_model_len=1",)),
+        ({"gpu_memory_utilization": 1.5}, ("gpu_memory_utilization=1.5", "(0, 1]")),
+        ({"num_kvcache_blocks": 10**9}, ("num_kvcache_blocks=1000000000", "at most")),
+        ({"tensor_parallel_size": 2}, ("tensor_parallel_size=2",)),
+        ({"dtype": "float8"}, ("dtype='float8'", "bfloat16")),
+        ({"device": "tpu"}, ("device='tpu'", "cpu")),
+        ({"load_format": "pickle"}, ("load_format='pickle'", "dummy")),
+        ({"scheduling_policy": "lifo"}, ("scheduling_policy='lifo'", "sjf")),
+        ({"enable_prefix_caching": "yes"}, ("enable_prefix_caching='yes'",)),
+    ],
+)
+def test_options_that_cannot_be_honoured(make_llm: MakeLLM, options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_llm(**options)
+    for part in parts:
+        assert part in str(error.value)
+
+
+# ---- model folders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("/no/such/folder", ("/no/such/folder", "config.json", "smollm2")),
+        ("no/such/model.gguf", ("no/such/model.gguf", ".gguf")),
+        ("", ("model=''",)),
+    ],
+)
+def test_a_wrong_path(name: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(NanoVLLMError) as error:
+        LLM(name)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_wrong_folders(make_llm: MakeLLM, tmp_path: Path, llama: TinyModel) -> None:
+    with pytest.raises(ModelError, match="config.json: missing"):
+        make_llm(tmp_path)
+    with pytest.raises(ModelError, match="give the folder"):
+        make_llm(llama.path / "model.safetensors")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
+def test_truncated_weights(make_llm: MakeLLM, llama_copy: Path, share: float) -> None:
+    path = llama_copy / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(ModelError, match=r"model.safetensors.*get it again"):
+        make_llm(llama_copy)
+
+
+def test_a_missing_shard(make_llm: MakeLLM, tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("llama-sharded").path, tmp_path / "sharded"))
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(ModelError, match=r"1 of \d+ shards are missing: model-00002"):
+        make_llm(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ("'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3ForCausalLM")),
+        ({"architectures": []}, ("architectures=[]",)),
+        ({"vocab_size": ...}, ("'vocab_size'", "Hugging Face layout")),
+        ({"vocab_size": 2**40}, ("vocab_size=1099511627776",)),
+        ({"num_hidden_layers": -1}, ("num_hidden_layers=-1",)),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000",)),
+        ({"hidden_size": "48"}, ("hidden_size='48'",)),
+        ({"num_key_value_heads": 4}, ("9 attention heads", "4 KV heads")),
+        ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "silu")),
+        ({"head_dim": 7}, ("7", "even")),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ("'longrope'", "llama3")),
+        ({"rope_parameters": 5}, ("rope_parameters=5",)),
+        ({"rms_norm_eps": "x"}, ("rms_norm_eps='x'",)),
+        ({"sliding_window": -3, "model_type": "mistral"}, ("sliding_window=-3",)),
+    ],
+)
+def test_a_config_that_cannot_be_honoured(
+    make_llm: MakeLLM, llama_copy: Path, changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    edit_config(llama_copy, **changes)
+    with pytest.raises(ModelError) as error:
+        make_llm(llama_copy)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_config_that_is_no_json(make_llm: MakeLLM, llama_copy: Path) -> None:
+    for text in ("", "{", "[]", "\ufeff{}x", "null"):
+        (llama_copy / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"config.json"):
+            make_llm(llama_copy)
+
+
+def test_a_booby_trapped_folder_runs_nothing(make_llm: MakeLLM, llama: TinyModel, llama_copy: Path) -> None:
+    """Lesson 28: code that a model folder brings along is never imported, asked for or not."""
+    trap = "open({!r}, 'w').close()\nclass C: pass\nTinyConfig = TinyModel = TinyTokenizer = C\n"
+    sprung = llama_copy / "sprung"
+    for module in ("configuration_tiny", "modeling_tiny", "tokenization_tiny", "__init__", "tokenizer_config"):
+        (llama_copy / f"{module}.py").write_text(trap.format(str(sprung)))
+    auto_map = {
+        "AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyModel",
+        "AutoTokenizer": ["tokenization_tiny.TinyTokenizer", "tokenization_tiny.TinyTokenizer"],
+    }  # fmt: skip
+    edit_config(llama_copy, auto_map=auto_map, trust_remote_code=True)
+    path = llama_copy / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map, "trust_remote_code": True}))
+    assert_answers(make_llm(llama_copy), llama)
+    edit_config(llama_copy, model_type="tiny")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "TinyTokenizer"}))
+    assert_answers(make_llm(llama_copy), llama)
+    edit_config(llama_copy, architectures=["TinyModel"])
+    with pytest.raises(ModelError, match="'TinyModel' is not supported"):
+        make_llm(llama_copy)
+    assert not sprung.exists()
+    assert not [name for name in sys.modules if name.endswith("_tiny")]
+
+
+def test_a_chat_template_is_sandboxed(make_llm: MakeLLM, llama_copy: Path, llama: TinyModel) -> None:
+    """Lesson 28: a template can reach neither Python's internals nor change what it is given."""
+    for template in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+    ):
+        (llama_copy / "chat_template.jinja").write_text(template)
+        llm = make_llm(llama_copy)
+        with pytest.raises(RequestError, match="chat template refused"):
+            llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False)
+        assert_answers(llm, llama)
+
+
+def test_corrupt_gguf(make_llm: MakeLLM, tmp_path: Path) -> None:
+    for name, data in {"empty": b"", "magic": b"GGUX" + b"\0" * 60, "huge": b"GGUF\x03\0\0\0" + b"\xff" * 16}.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(data)
+        with pytest.raises(ModelError, match=rf"{name}\.gguf"):
+            make_llm(path)
