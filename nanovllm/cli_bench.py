@@ -132,8 +132,8 @@ def latency(
 @bench.command()
 @with_options(config=ENGINE)
 def schedulers(
-    num_long: Annotated[int, typer.Option(min=1, help="Long prompts, at the start.")] = 6,
-    num_short: Annotated[int, typer.Option(min=1, help="Short prompts that follow.")] = 200,
+    num_long: Annotated[int | None, typer.Option(min=1, help="Long prompts, at the start: 6, with --real 3.")] = None,
+    num_short: Annotated[int | None, typer.Option(min=1, help="Short ones that follow: 200, with --real 24.")] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="Short prompts a second (Poisson).")] = 8.0,
     real: Annotated[
         bool, typer.Option("--real", help="Play a small trace on the real engine, by the wall clock.")
@@ -153,19 +153,19 @@ def schedulers(
 
     report.check_plot(plot)
     patience = 64 if config.max_wait_steps is None else config.max_wait_steps
+    trace = lab.REAL_TRACE if real else lab.Trace()
+    trace = replace(trace, num_long=num_long or trace.num_long, num_short=num_short or trace.num_short, rate=rate)
     facts: dict[str, Any] = {"hardware": None}
     if real:
-        # Prompts of a few hundred tokens and a small budget: the same crowding in seconds, on any machine.
-        trace = lab.Trace(min(num_long, 3), min(num_short, 24), (192, 256), (8, 24), (2, 6), rate)
         config = replace(config, max_num_seqs=4, max_num_batched_tokens=64, skip_tokenizer_init=True)
         run: Any = functools.partial(_run_real, config, facts)
-        sizes = (256, 16)
+        sizes = lab.REAL_SIZES
     else:
-        trace, server = lab.Trace(num_long, num_short, rate=rate), lab.Server()
+        server = lab.Server()
         run = lambda jobs, policy, steps: lab.simulate(jobs, server, policy, steps)  # noqa: E731
         facts["cost_model"] = {"seconds_per_step": server.seconds_per_step,
                                "seconds_per_token": server.seconds_per_token}  # fmt: skip
-        sizes = (2048, 16)
+        sizes = lab.SIZES
     first = lab.served_first(run, *sizes)
     for policy, winner in first.items():
         print(f"a prompt of {sizes[0]} tokens, then one of {sizes[1]}: {policy} serves the {winner} one first")

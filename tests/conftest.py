@@ -64,7 +64,8 @@ def make_llm(llama: TinyModel) -> Iterator[Callable[..., LLM]]:
 @pytest.fixture(scope="module")
 def llm(llama: TinyModel) -> Iterator[LLM]:
     """One engine for all tests of a file that leave it as they found it."""
-    with LLM(str(llama.path), device="cpu", max_num_seqs=16, max_num_batched_tokens=256, num_kvcache_blocks=256) as made:
+    options = {"device": "cpu", "max_num_seqs": 16, "max_num_batched_tokens": 256, "num_kvcache_blocks": 256}
+    with LLM(str(llama.path), **options) as made:
         yield made
         assert not made.engine.has_unfinished_requests()
         assert made.engine.scheduler.blocks.num_used == 0

@@ -87,6 +87,10 @@ class Served:
     steps_passed: dict[int, int] = field(default_factory=dict)  # steps in which a later arrival was admitted instead
 
 
+SIZES = (2048, 16)  # of the long and the short prompt of `served_first`
+# For the real engine: prompts of a few hundred tokens (and a small budget) crowd it in seconds, on any machine.
+REAL_TRACE = Trace(3, 24, (192, 256), (8, 24), (2, 6))
+REAL_SIZES = (256, 16)
 VARIANTS: dict[str, tuple[str, bool]] = {"fcfs": ("fcfs", False), "sjf": ("sjf", False), "sjf + aging": ("sjf", True)}
 
 

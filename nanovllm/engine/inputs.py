@@ -38,25 +38,23 @@ class InputProcessor:
             token_ids = self.encode(text)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token (a BOS token or a space would do)")
-        for token_id in token_ids:
+        for token_id in token_ids[: self.max_model_len]:  # a longer prompt is refused for its length, whatever it holds
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"prompt token id {token_id!r}: must be an integer in [0, {self.vocab_size - 1}], the vocabulary"
                 )
         return EngineInput(list(token_ids), text, salt)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, what: str = "the prompt") -> list[int]:
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids, not text")
         limit = self.max_model_len * MAX_CHARS_PER_TOKEN
         if len(text) > limit:
             raise RequestError(
-                f"the prompt has {len(text)} characters; at max_model_len={self.max_model_len} at most {limit} can fit"
+                f"{what} has {len(text)} characters; at max_model_len={self.max_model_len} at most {limit} can fit"
             )
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from None
+        check_unicode(what, text)
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Messages -> token ids through the model's own chat template (never one from a request)."""
@@ -79,7 +77,7 @@ class InputProcessor:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for variant in (word, " " + word.lstrip()):
-                ids = tuple(self.encode(variant, add_special_tokens=False))
+                ids = tuple(self.encode(variant, add_special_tokens=False, what="an entry of bad_words"))
                 if ids:
                     found[ids] = None
         return tuple(found)
@@ -97,10 +95,21 @@ class InputProcessor:
                 raise RequestError("a prompt dict needs exactly one of 'prompt' (str) and 'prompt_token_ids' (list)")
             if text is not None and not isinstance(text, str):
                 raise RequestError(f"prompt={type(text).__name__}: must be a string")
+            if token_ids is not None and not isinstance(token_ids, Sequence):
+                raise RequestError(f"prompt_token_ids={type(token_ids).__name__}: must be a list of integers")
+            check_unicode("cache_salt", salt)
             return text, token_ids, salt
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
             return None, prompt, ""
         raise RequestError(f"a prompt must be a string, token ids or a dict, not {type(prompt).__name__}")
+
+
+def check_unicode(what: str, text: str) -> None:
+    """Half a surrogate pair, which JSON lets through, has no bytes: nothing can tokenise or hash it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{what} is not valid Unicode: {error.reason} at character {error.start}") from None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

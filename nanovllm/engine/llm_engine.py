@@ -126,6 +126,7 @@ class LLMEngine:
                 raise RequestError(f"{name}={getattr(params, name)}: the vocabulary has only {vocab} tokens")
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("stop strings and bad_words need a tokenizer (skip_tokenizer_init is set)")
+        self.inputs.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
         policy = self.scheduler.policy.name
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r}: must be an integer; smaller is served first")
@@ -148,7 +149,7 @@ class LLMEngine:
             raise RequestError(f"request_id={request_id!r}: must be a string")
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is already running: ids must be unique")
-        bad_words = self.inputs.bad_words_ids(params.bad_words) if params.bad_words else ()  # type: ignore[arg-type]
+        bad_words = self.inputs.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
         request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
         self._requests[request_id] = request  # from here on nothing is refused any more
         self._num_host_sampled += not is_plain(params)

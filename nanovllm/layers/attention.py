@@ -63,10 +63,13 @@ class Attention(nn.Module):
             self.k_norm = HeadNorm(spec.head_dim, build)
 
     def forward(self, x: torch.Tensor, rope: Rope, step: Step, cache: KVCache) -> torch.Tensor:
+        return self.out(self.mix(self.qkv(x), rope, step, cache))
+
+    def mix(self, qkv: torch.Tensor, rope: Rope, step: Step, cache: KVCache) -> torch.Tensor:
+        """All between the two projections: [tokens, (heads + 2 kv_heads) * head_dim] -> [tokens, heads * head_dim]."""
         norms = None if self.head_norm_eps is None else (self.q_norm.weight, self.k_norm.weight)
         q = self.ops.qk_norm_rope(  # [tokens, heads, head_dim]; this step's K and V are in the cache after it
-            self.qkv(x), norms, self.head_norm_eps or 0.0, rope.cos_sin, rope.positions, *cache, step.attention.slots,
+            qkv, norms, self.head_norm_eps or 0.0, rope.cos_sin, rope.positions, *cache, step.attention.slots,
             self.spec.num_heads,
         )  # fmt: skip
-        out = self.backend.attend(q, *cache, step.attention, self.spec)
-        return self.out(out.flatten(1))
+        return self.backend.attend(q, *cache, step.attention, self.spec).flatten(1)

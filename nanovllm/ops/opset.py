@@ -24,7 +24,11 @@ class Ops:
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     qk_norm_rope: Callable[..., torch.Tensor]
+    gemv: Callable[..., torch.Tensor] | None  # a linear map of few rows, fused with the norm, gate or sum around it
     gathers_rope: bool  # cosines and sines are gathered once a step for all layers, not by each layer's kernel
+
+    def fuses_few(self, x: torch.Tensor) -> bool:
+        return self.gemv is not None and len(x) <= FEW_ROWS and x.dtype != torch.float32
 
     def rope_inputs(self, table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return (table.index_select(0, positions), None) if self.gathers_rope else (table, positions)
@@ -37,6 +41,7 @@ PLAIN = Ops(
     add_rms_norm=norm.add_rms_norm,
     silu_mul=activation.silu_mul,
     qk_norm_rope=qk_norm_rope.qk_norm_rope,
+    gemv=None,
     gathers_rope=True,
 )
 
@@ -61,6 +66,7 @@ def triton_ops() -> Ops:
         add_rms_norm=t_norm.add_rms_norm,
         silu_mul=t_activation.silu_mul,
         qk_norm_rope=t_rope.qk_norm_rope,
+        gemv=t_gemv.gemv,
         gathers_rope=False,
     )
 

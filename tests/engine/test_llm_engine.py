@@ -1,8 +1,9 @@
-"""LLMEngine: requests come, go, fail and are aborted; whatever happens, the next answer is right and no block is lost."""
+"""LLMEngine: requests come, go, fail and are aborted; always the next answer is right and no block is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_streaming_equals_not_streaming(make_llm: MakeLLM, llama: TinyModel, dec
     for i, wanted in enumerate(whole):
         parts = streamed[str(i)]
         assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
-        for earlier, later in zip(parts, parts[1:]):
+        for earlier, later in pairwise(parts):
             for a, b in zip(earlier.outputs, later.outputs):
                 assert b.text.startswith(a.text)
                 assert b.token_ids[: len(a.token_ids)] == a.token_ids
@@ -78,7 +79,7 @@ def test_streamed_text_never_holds_half_a_character(make_llm: MakeLLM) -> None:
     snowman = llm.get_tokenizer().encode("☃", add_special_tokens=False)
     assert len(snowman) == 3
     engine = llm.engine
-    engine.add_request("x", [5] + snowman[:2], SamplingParams(allowed_token_ids=snowman[2:], max_tokens=1))
+    engine.add_request("x", [5, *snowman[:2]], SamplingParams(allowed_token_ids=snowman[2:], max_tokens=1))
     engine.add_request("y", [5], SamplingParams(allowed_token_ids=snowman[:1], max_tokens=3))
     outputs = drain(engine)
     assert outputs["x"][-1]["text"] == "☃"

@@ -1,4 +1,4 @@
-"""What is proved while an engine is made: the weights are complete, the cache fits, the backend is the one that runs."""
+"""What is proved while an engine is made: weights are complete, the cache fits, the backend is the one that runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class Doubled:
 
 def test_a_parameter_filled_twice_is_an_error(make_llm: MakeLLM, llama: TinyModel) -> None:
     model = make_llm().engine.executor.runner.model
-    with pytest.raises(ModelError, match="norm.weight.*twice"):
+    with pytest.raises(ModelError, match=r"norm.weight.*twice"):
         load_weights(model, Doubled(llama.path), model.rules)
 
 
@@ -231,7 +232,7 @@ def test_dummy_weights_need_a_config_only(make_llm: MakeLLM, config_only: Path) 
         assert parameter.abs().max() <= 1e-3
         assert parameter.std() > 1e-4, name  # drawn, not zero
     values = list(first.values())
-    assert not any(torch.equal(a, b) for a, b in zip(values[2:], values[3:]) if a.shape == b.shape)
+    assert not any(torch.equal(a, b) for a, b in pairwise(values) if a.shape == b.shape)
 
 
 def test_without_weights_the_remedy_is_said(make_llm: MakeLLM, config_only: Path) -> None:
@@ -263,7 +264,7 @@ def test_no_room_is_an_error_that_says_how_much_there_is(free: int) -> None:
 
 
 def test_asking_for_too_many_blocks_says_how_many_fit() -> None:
-    with pytest.raises(ConfigError, match="num_kvcache_blocks=8 .*at most 7 blocks"):
+    with pytest.raises(ConfigError, match=r"num_kvcache_blocks=8 .*at most 7 blocks"):
         CacheLayout.fit([7 * PER_BLOCK], SPECS, 16, 8)
 
 
@@ -303,15 +304,15 @@ def test_the_backend_that_is_reported_is_the_one_that_runs(
 
 
 def test_an_unknown_backend_is_an_error(make_llm: MakeLLM) -> None:
-    with pytest.raises(ConfigError, match="attn_backend='flashy'.*sdpa"):
+    with pytest.raises(ConfigError, match=r"attn_backend='flashy'.*sdpa"):
         make_llm(attn_backend="flashy")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU refuses GPU backends")
 def test_a_backend_that_cannot_run_here_is_an_error_with_the_reason(make_llm: MakeLLM) -> None:
-    with pytest.raises(ConfigError, match="attn_backend='triton' cannot be used here: refused: .+"):
+    with pytest.raises(ConfigError, match=r"attn_backend='triton' cannot be used here: refused: .+"):
         make_llm(attn_backend="triton")
-    with pytest.raises(ConfigError, match="device='cuda'.*device='cpu'"):
+    with pytest.raises(ConfigError, match=r"device='cuda'.*device='cpu'"):
         make_llm(device="cuda")
 
 

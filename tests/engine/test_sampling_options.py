@@ -171,14 +171,15 @@ def test_detokenize_off(llm: LLM, llama: TinyModel) -> None:
 
 
 def test_top_k_of_one_is_greedy(llm: LLM, llama: TinyModel) -> None:
+    warm = {"temperature": 1.5, "seed": 3, "max_tokens": 12, "ignore_eos": True}
     for params in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}):
-        out = run(llm, llama.prompts[5], **{"temperature": 1.5, "seed": 3, "max_tokens": 12, "ignore_eos": True, **params})
+        out = run(llm, llama.prompts[5], **{**warm, **params})
         assert out.token_ids == llama.tokens[5], params
 
 
 def test_repetition_is_punished(llm: LLM) -> None:
     for params in ({"repetition_penalty": 100.0}, {"presence_penalty": 2.0, "frequency_penalty": 2.0}):
-        bias = {token: 40.0 for token in range(100, 110)}  # ten tokens far above the others, all much alike
+        bias = dict.fromkeys(range(100, 110), 40.0)  # ten tokens far above the others, all much alike
         plain = run(llm, max_tokens=10, logit_bias=bias).token_ids
         varied = run(llm, max_tokens=10, logit_bias=bias, **params).token_ids
         assert len(set(varied)) > len(set(plain))

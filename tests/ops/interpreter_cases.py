@@ -6,6 +6,7 @@ present.
 """
 import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,14 +38,23 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE[expected.dtype], atol=TOLERANCE[expected.dtype])
 
 
-class Cache:
-    """A shuffled paged cache of sequences with the given lengths; memory that holds no key is NaN."""
+def empty_caches(num_blocks, block_size, num_kv_heads, head_dim, dtype, by_head, fill=0.0):
+    """k and v, logically [num_blocks, block_size, num_kv_heads, head_dim]; by_head swaps the middle two in memory."""
+    middle = (num_kv_heads, block_size) if by_head else (block_size, num_kv_heads)
+    pair = [torch.full((num_blocks, *middle, head_dim), fill, dtype=dtype) for _ in range(2)]
+    return [cache.transpose(1, 2) for cache in pair] if by_head else pair
 
-    def __init__(self, lens, block_size, num_kv_heads, head_dim, dtype):
+
+class Cache:
+    """A shuffled paged cache of sequences with the given lengths; memory that holds no key is NaN.
+
+    by_head: a block is stored [heads, slots, head_dim], and seen through a transposed view.
+    """
+
+    def __init__(self, lens, block_size, num_kv_heads, head_dim, dtype, by_head=False):
         blocks = [-(-n // block_size) for n in lens]
         total = sum(blocks) + 2
-        shape = (total, block_size, num_kv_heads, head_dim)
-        self.k, self.v = torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype)
+        self.k, self.v = empty_caches(total, block_size, num_kv_heads, head_dim, dtype, by_head, float("nan"))
         order = torch.randperm(total).tolist()
         self.tables = torch.full((len(lens), max(*blocks, 1)), 10**6, dtype=torch.int32)  # a wrong read is far off
         for seq, n in enumerate(lens):
@@ -86,16 +96,19 @@ def test_silu_mul(dtype, size):
     close(triton_activation.silu_mul(gate_up), activation.silu_mul(gate_up))
 
 
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_store_kv(head_dim):
+def test_store_kv(head_dim, by_head):
     qkv = torch.randn(4, 5 * head_dim)
     k, v = qkv[:, head_dim : 3 * head_dim].view(4, 2, head_dim), qkv[:, 3 * head_dim :].view(4, 2, head_dim)
     slots = torch.tensor([17, -1, 0, 31])
-    got, expected = torch.zeros(2, 2, 16, 2, head_dim), torch.zeros(2, 2, 16, 2, head_dim)
-    triton_store_kv.store_kv(k, v, got[0], got[1], slots)
-    kv_cache.store_kv(k, v, expected[0], expected[1], slots, padded=True)
-    assert torch.equal(got, expected)
-    assert got[:, 1, 15].abs().sum() > 0
+    got = empty_caches(2, 16, 2, head_dim, torch.float32, by_head)
+    expected = empty_caches(2, 16, 2, head_dim, torch.float32, False)
+    triton_store_kv.store_kv(k, v, *got, slots)
+    kv_cache.store_kv(k, v, *expected, slots, padded=True)
+    for one, other in zip(got, expected):
+        assert torch.equal(one, other)
+        assert one[1, 15].abs().sum() > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,15 +117,15 @@ def test_store_kv(head_dim):
 def test_qk_norm_rope(dtype, head_dim, rot_dim, has_norm):
     num_q, num_kv, block_size = 9, 3, 4
     two_sizes = head_dim == 64 and dtype == torch.float32 and has_norm
-    for num_tokens in (3, 65) if two_sizes else (3,):  # two and eight heads a program
+    for num_tokens, by_head in ((3, False), (65, True)) if two_sizes else ((3, rot_dim == 32),):  # 2 and 8 heads each
         qkv = torch.randn(num_tokens, (num_q + 2 * num_kv) * head_dim).to(dtype)
         weights = (torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype))
         cos_sin = torch.randn(50, rot_dim)
         positions = torch.randint(0, 50, (num_tokens,))
         slots = torch.randperm(80)[:num_tokens]
         slots[1] = -1
-        got = torch.zeros(2, 20, block_size, num_kv, head_dim, dtype=dtype)
-        expected = torch.zeros_like(got)
+        got = empty_caches(20, block_size, num_kv, head_dim, dtype, by_head)
+        expected = empty_caches(20, block_size, num_kv, head_dim, dtype, False)
         q = qk_norm_rope.qk_norm_rope(
             qkv, weights if has_norm else None, 1e-6, cos_sin, positions, got[0], got[1], slots, num_q
         )
@@ -124,7 +137,7 @@ def test_qk_norm_rope(dtype, head_dim, rot_dim, has_norm):
         q_ref, k_ref = rotary.apply_rotary(q_ref, k_ref, cos_sin, positions)
         kv_cache.store_kv(k_ref, v_ref, expected[0], expected[1], slots, padded=True)
         close(q, q_ref.to(dtype))
-        close(got, expected)
+        close(torch.stack(got), torch.stack(expected))
 
 
 def attention_lens(block_size: int, tile: int) -> list[int]:
@@ -135,17 +148,18 @@ def attention_lens(block_size: int, tile: int) -> list[int]:
 @pytest.mark.parametrize(
     ("block_size", "window"), [(16, None), (32, None), (64, None), (48, None), (16, 33), (64, 33), (32, 1)]
 )
-def test_prefill_boundaries(block_size, window):
+@pytest.mark.parametrize("one_loop", [False, True])
+def test_prefill_boundaries(block_size, window, one_loop):
     """Whole prompts, chunks after a prefix and decodes in one launch, with an empty sequence and padding among them."""
     block_n = 32
     lens = attention_lens(block_size, block_n)
     new = [1 if i % 3 == 0 else (n if i % 3 == 1 else max(1, n - block_size)) for i, n in enumerate(lens)]
     lens, new = [*lens, 0, 7, 0], [*new, 0, 0, 2]
-    cache = Cache(lens, block_size, 2, 16, torch.float32)
+    cache = Cache(lens, block_size, 2, 16, torch.float32, by_head=one_loop)
     q = torch.randn(sum(new), 6, 16)
     starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
     args = (q, cache.k, cache.v, starts, cache.lens, cache.tables, 0.3, window)
-    tile = prefill.PrefillTile(32, block_n, 4, 1)
+    tile = prefill.PrefillTile(32, block_n, 4, 1, one_loop=one_loop)
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
@@ -166,24 +180,28 @@ def test_prefill_group_larger_than_tile():
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
-def test_prefill_descriptors():
+@pytest.mark.parametrize(("by_head", "one_loop"), [(False, False), (False, True), (True, False), (True, True)])
+def test_prefill_descriptors(by_head, one_loop):
     """The copy-engine path reads whole tiles only; what lies behind the context in the last block may be NaN."""
-    cache = Cache([31, 32, 33, 70], 32, 2, 32, torch.float32)
+    cache = Cache([31, 32, 33, 70], 32, 2, 32, torch.float32, by_head)
     q = torch.randn(31 + 32 + 33 + 40, 4, 32)
     starts = torch.tensor([0, 31, 63, 96, 136], dtype=torch.int32)
     args = (q, cache.k, cache.v, starts, cache.lens, cache.tables, 0.2)
-    tile = prefill.PrefillTile(16, 16, 4, 1, use_desc=True)
+    tile = prefill.PrefillTile(16, 16, 4, 1, use_desc=True, one_loop=one_loop)
+    assert prefill._descriptor_kind(cache.k, tile) == 1 + by_head
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
-@pytest.mark.parametrize(("num_splits", "fused_merge"), [(1, False), (2, False), (3, True), (5, False)])
+@pytest.mark.parametrize(("num_splits", "fused_merge"), [(1, False), (2, False), (3, True), (5, False), (17, False)])
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (16, 1), (32, 70)])
 def test_decode_boundaries(num_splits, block_size, window, fused_merge):
     lens = [0, 1, 16, 17, 63, 64, 65, 129, 200, 0]
-    cache = Cache(lens, block_size, 2, 16, torch.float32)
+    lens += [1100] if num_splits > decode.MERGE_TILE else []  # 17 parts: two rounds of the merge
+    by_head = num_splits in (2, 3)
+    cache = Cache(lens, block_size, 2, 16, torch.float32, by_head)
     q = torch.randn(len(lens), 6, 16)
-    launch = decode.DecodeLaunch(num_splits, 32, fused_merge=fused_merge)
-    workspace = decode.DecodeWorkspace.allocate(len(lens), 6, num_splits, 16, q.device)
+    launch = decode.DecodeLaunch(num_splits, 32, ahead=num_splits != 2, fused_merge=fused_merge)
+    workspace = decode.DecodeWorkspace.allocate(len(lens), 6, launch, 16, q.device)
     workspace.parts.fill_(float("nan"))
     workspace.logsums.fill_(float("nan"))
     starts = torch.arange(len(lens) + 1)
@@ -208,12 +226,16 @@ def test_decode_head_dims(dtype, head_dim, group):
 
 
 def test_decode_launch_rule():
-    """The rule as documented: no split when the batch fills the card, none shorter than MIN_KEYS, at most 64."""
+    """The rule as documented: no split when the batch fills the card, none shorter than MIN_KEYS, at most 64; and one
+    compilation for all of them."""
     assert decode.choose_launch(256, 8, 4096, 132).num_splits == 1
     assert decode.choose_launch(64, 8, 4096, 132).num_splits == 4
     assert decode.choose_launch(1, 8, 1024, 132).num_splits == 16
     assert decode.choose_launch(1, 8, 10**6, 132).num_splits == 64
     assert decode.choose_launch(1, 8, 63, 132).num_splits == 1
+    assert decode.choose_launch(40, 8, 4096, 132).num_splits == 4
+    kinds = {replace(decode.choose_launch(batch, 8, 4096, 132), num_splits=1) for batch in range(1, 300)}
+    assert len(kinds) == 1
 
 
 @pytest.mark.parametrize("vocab", [1, 2047, 2048, 2049, 5000])

@@ -1,4 +1,4 @@
-"""Greedy tokens and logprobs equal to transformers', for every family and under everything the engine may do to a batch.
+"""Greedy tokens and logprobs equal to transformers', for every family and whatever the engine does to a batch.
 
 The reference is computed once per model; the scenarios differ in how the engine arrives at the same answer.
 """

@@ -20,62 +20,89 @@ Fix the grid. A captured graph replays one launch for every context length, so t
 only; lengths are read on the device. A split is at least MIN_KEYS long, so short contexts use fewer splits and the rest
 return at once. A row with context 0 is graph padding: all its splits are empty and its output is zero.
 
-Measured on an H200 (bf16, 8 kv heads, head_dim 128, 2 q heads each): 4.14 TB/s at 256 rows x 840 keys without splits,
-tiles of 32 keys and 2 warps, 93 % of what a plain read reaches; block sizes 16, 64 and 256 make no difference.
+Keep the memory busy. A program computes on one tile of keys while the next is copied to shared memory. Left to itself,
+Triton's pipeliner spends its stages on the chain "page id, then keys": at num_stages 2 or 3 there is one buffer, and a
+copy is issued only when the arithmetic before it is done (H200, 256 rows x 840 keys, 8 kv heads x 128: 3.75 TB/s, 84 %
+of a plain read). So page ids are carried round the loop, loaded one tile ahead (`ahead`): then the pipeliner sees keys
+with known addresses, and num_stages - 1 tiles are really in flight. The rest of the latency is hidden by other programs
+of the multiprocessor, so registers count: 145 of them a thread let 6 programs of 2 warps live there, 128 let 8, which
+alone was worth 10 % without `ahead`.
+
+Strides are arguments, so a block may be stored slot by slot ([block_size, heads, head_dim]) or head by head ([heads,
+block_size, head_dim], passed as a transposed view): in the second a program reads long contiguous runs.
+
+One compilation serves every batch and context: what varies from step to step (num_splits, table width) is an argument
+that Triton does not specialise on. A compilation in the middle of a run costs half a second.
 """
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.ops.triton.common import LOG2E, LOWEST, capability, dot, next_power_of_2, num_multiprocessors
-from nanovllm.ops.triton.prefill_attention import key_offsets, softmax_step
+from nanovllm.ops.triton.prefill_attention import key_offsets, page_ids, softmax_step
 
 MIN_KEYS = 64  # a split shorter than this costs more to merge than it saves
+MAX_SPLITS = 64
+MERGE_TILE = 16  # parts that a merge adds at a time
 
 
 @triton.jit
-def split_range(context_len, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, STEP: tl.constexpr):
+def split_range(context_len, num_splits, WINDOW: tl.constexpr, STEP: tl.constexpr):
     """(first key of the sequence that counts, keys per split), both multiples of STEP; splits may be empty."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context_len - WINDOW, 0) // STEP * STEP
-    per_split = tl.cdiv(tl.cdiv(context_len - begin, NUM_SPLITS), STEP) * STEP
+    per_split = tl.cdiv(tl.cdiv(context_len - begin, num_splits), STEP) * STEP
     return begin, tl.maximum(per_split, STEP)
 
 
 @triton.jit
 def merge_parts(
-    parts_ptr, logsums_ptr, out_ptr, row_head, num_used,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
+    parts_ptr, logsums_ptr, out_ptr, row_head, num_splits, num_used,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of one (row, q head)'s first num_used parts. ".cg" reads past the L1, where a part may be stale."""
-    s = tl.arange(0, SPLITS)
+    """Weighted mean of one (row, q head)'s first num_used parts, TILE at a time, with the recurrence of the online
+    softmax. ".cg" reads past the L1, where a part may be stale."""
     d = tl.arange(0, D)
-    used = s < num_used
-    logsum = tl.load(logsums_ptr + row_head * NUM_SPLITS + s, mask=used, other=LOWEST, cache_modifier=".cg")
-    weight = tl.where(used, tl.exp2(logsum - tl.max(logsum, axis=0)), 0.0)
-    offsets = (row_head * NUM_SPLITS + s)[:, None] * HEAD_DIM + d[None, :]
-    inside = used[:, None] & (d[None, :] < HEAD_DIM)
-    part = tl.load(parts_ptr + offsets, mask=inside, other=0.0, cache_modifier=".cg")
-    out = tl.sum(part * weight[:, None], axis=0) / tl.maximum(tl.sum(weight, axis=0), 1e-30)
+    peak = tl.full([1], LOWEST, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([D], tl.float32)
+    for first in tl.range(0, num_used, TILE):
+        s = first + tl.arange(0, TILE)
+        used = s < num_used
+        logsum = tl.load(logsums_ptr + row_head * num_splits + s, mask=used, other=LOWEST, cache_modifier=".cg")
+        offsets = (row_head * num_splits + s)[:, None] * HEAD_DIM + d[None, :]
+        inside = used[:, None] & (d[None, :] < HEAD_DIM)
+        part = tl.load(parts_ptr + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(logsum, axis=0))
+        weight = tl.where(used, tl.exp2(logsum - new_peak), 0.0)
+        shrink = tl.exp2(peak - new_peak)
+        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        peak = new_peak
+    out = acc / tl.maximum(total, 1e-30)
     tl.store(out_ptr + row_head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=["context_lens_ptr", "tables_ptr"]
+)
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, logsums_ptr, counters_ptr, context_lens_ptr, tables_ptr,
-    scale, q_stride, block_stride, slot_stride, head_stride, table_stride,
+    scale, q_stride, block_stride, slot_stride, head_stride, table_stride, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr, FUSED_MERGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+    FUSED_MERGE: tl.constexpr, MERGE_TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % NUM_KV_HEADS
     row = (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64)
     split = tl.program_id(1)
     context_len = tl.load(context_lens_ptr + row)
-    begin, per_split = split_range(context_len, WINDOW, NUM_SPLITS, STEP)
+    begin, per_split = split_range(context_len, num_splits, WINDOW, STEP)
     lo = begin + split * per_split
     hi = tl.minimum(lo + per_split, context_len)
     if (lo >= hi) & (split > 0):  # split 0 of an empty row stays, to write its zeros
@@ -91,12 +118,17 @@ def decode_kernel(
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
+    pages = page_ids(table_ptr, lo, hi, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
+        if not AHEAD:
+            pages = page_ids(table_ptr, start, hi, BLOCK_SIZE, BLOCK_N)
+        offsets = key_offsets(pages, start, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + d
+        if AHEAD:
+            pages = page_ids(table_ptr, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
         n = start + tl.arange(0, BLOCK_N)
         visible = n < hi
         if WINDOW > 0:
             visible &= n >= context_len - WINDOW
-        offsets = key_offsets(table_ptr, start, hi, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + d
         exists = visible[:, None] & (d < HEAD_DIM)
         k = tl.load(k_ptr + offsets, mask=exists, other=0.0)
         scores = tl.where(visible[None, :], dot(q, tl.trans(k)), float("-inf"))
@@ -105,10 +137,10 @@ def decode_kernel(
 
     result = acc / tl.maximum(total, 1e-30)[:, None]
     row_head = (row * NUM_KV_HEADS + head) * GROUP + g
-    if NUM_SPLITS == 1:
+    if num_splits == 1:
         tl.store(out_ptr + row_head[:, None] * HEAD_DIM + d, result.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        part = row_head * NUM_SPLITS + split
+        part = row_head * num_splits + split
         tl.store(parts_ptr + part[:, None] * HEAD_DIM + d, result, mask=inside)
         tl.store(logsums_ptr + part, peak + tl.log2(tl.maximum(total, 1e-30)), mask=g < GROUP)
         if FUSED_MERGE:
@@ -119,31 +151,33 @@ def decode_kernel(
                 tl.debug_barrier()
                 for i in tl.static_range(GROUP):
                     one = (row * NUM_KV_HEADS + head) * GROUP + i
-                    merge_parts(parts_ptr, logsums_ptr, out_ptr, one, num_used, HEAD_DIM, D, NUM_SPLITS, SPLITS)
+                    merge_parts(parts_ptr, logsums_ptr, out_ptr, one, num_splits, num_used, HEAD_DIM, D, MERGE_TILE)
                 tl.store(counter, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["context_lens_ptr"])
 def merge_kernel(
-    parts_ptr, logsums_ptr, out_ptr, context_lens_ptr, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
+    parts_ptr, logsums_ptr, out_ptr, context_lens_ptr, num_splits, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, MERGE_TILE: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row_head // NUM_Q_HEADS)
-    begin, per_split = split_range(context_len, WINDOW, NUM_SPLITS, STEP)
+    begin, per_split = split_range(context_len, num_splits, WINDOW, STEP)
     num_used = tl.maximum(tl.cdiv(context_len - begin, per_split), 1)
-    merge_parts(parts_ptr, logsums_ptr, out_ptr, row_head, num_used, HEAD_DIM, D, NUM_SPLITS, SPLITS)
+    merge_parts(parts_ptr, logsums_ptr, out_ptr, row_head, num_splits, num_used, HEAD_DIM, D, MERGE_TILE)
 
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """What is fixed when a graph is captured."""
+    """What is fixed when a graph is captured. Every field but num_splits is a compilation of its own."""
 
     num_splits: int
     block_n: int = 32
     num_warps: int = 2
     num_stages: int = 3
+    ahead: bool = True
     fused_merge: bool = False
+    max_registers: int | None = None  # a thread, to let more programs live on a multiprocessor
 
 
 def choose_launch(batch: int, num_kv_heads: int, max_context_len: int, num_sms: int) -> DecodeLaunch:
@@ -151,49 +185,50 @@ def choose_launch(batch: int, num_kv_heads: int, max_context_len: int, num_sms: 
 
     About 4 programs of 2 warps live on a multiprocessor at once. One round of them leaves the card half empty while the
     longest rows finish (64 rows x 8 heads in one round: 8,650 tok/s at context 2,000 against 9,500 wanted), so
-    the aim is 16 a multiprocessor. At batch 256 with 8 kv heads that is no split at all.
+    the aim is 16 a multiprocessor. At batch 256 with 8 kv heads that is no split at all. Splits are a power of two, so
+    that the graphs of neighbouring batch sizes add in the same order.
     """
-    programs = batch * num_kv_heads
-    wanted = 16 * num_sms // programs
+    wanted = 16 * num_sms // (batch * num_kv_heads)
     longest = max(1, max_context_len // MIN_KEYS)
-    num_splits = max(1, min(wanted, longest, 64))
-    if num_splits == 1:
-        return DecodeLaunch(1, num_stages=2)
-    if programs <= 4 * num_sms:
-        return DecodeLaunch(num_splits, block_n=64, num_warps=4)
-    return DecodeLaunch(num_splits)
+    return DecodeLaunch(previous_power_of_2(max(1, min(wanted, longest, MAX_SPLITS))))
+
+
+def previous_power_of_2(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
 
 
 def fit_launch(launch: DecodeLaunch, head_dim: int, element_size: int, arch: tuple[int, int]) -> DecodeLaunch:
     """The same launch with tiles that fit shared memory: key and value tiles, num_stages of them in flight."""
     d = next_power_of_2(head_dim)
     if element_size == 4 or arch < (8, 0):  # no tensor cores: the product's operands lie in registers
-        return DecodeLaunch(launch.num_splits, 16, 4, 1, launch.fused_merge)
+        return replace(launch, block_n=16, num_warps=4, num_stages=1)
     limit = 160 * 1024 if arch in ((8, 0), (9, 0), (10, 0)) else 80 * 1024
     block_n, stages = launch.block_n, launch.num_stages
     while 2 * block_n * d * element_size * stages > limit and (stages > 2 or block_n > 32):
         block_n, stages = (block_n, stages - 1) if stages > 2 else (block_n // 2, stages)
-    return DecodeLaunch(launch.num_splits, block_n, launch.num_warps, stages, launch.fused_merge)
+    return replace(launch, block_n=block_n, num_stages=stages)
 
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results of the splits, fp32, and the counters of the fused merge (zero before and after every launch)."""
+    """Partial results of the splits, fp32, and the counters of the fused merge (zero before and after every launch).
 
-    parts: torch.Tensor  # [batch * num_q_heads * num_splits, head_dim]
-    logsums: torch.Tensor  # [batch * num_q_heads * num_splits]
-    counters: torch.Tensor  # int32 [batch * num_kv_heads]
+    `allocate` is for one launch and clears memory only if counters are used; inside a captured graph it costs nothing
+    otherwise, because the graph's pool hands out the same memory layer after layer.
+    """
+
+    parts: torch.Tensor
+    logsums: torch.Tensor
+    counters: torch.Tensor
 
     @staticmethod
-    def allocate(
-        batch: int, num_q_heads: int, num_splits: int, head_dim: int, device: torch.device
-    ) -> "DecodeWorkspace":
-        rows = batch * num_q_heads * num_splits
-        return DecodeWorkspace(
-            torch.empty((rows, head_dim), dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-            torch.zeros(batch * num_q_heads, dtype=torch.int32, device=device),
-        )
+    def allocate(batch: int, num_q_heads: int, launch: DecodeLaunch, head_dim: int, device) -> DecodeWorkspace:
+        rows = batch * num_q_heads * launch.num_splits if launch.num_splits > 1 else 0
+        parts = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
+        logsums = torch.empty(rows, dtype=torch.float32, device=device)
+        if not launch.fused_merge:
+            return DecodeWorkspace(parts, logsums, torch.empty(0, dtype=torch.int32, device=device))
+        return DecodeWorkspace(parts, logsums, torch.zeros(batch * num_q_heads, dtype=torch.int32, device=device))
 
 
 def decode_attention(
@@ -208,9 +243,10 @@ def decode_attention(
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """q [batch, num_q_heads, head_dim], caches [num_blocks, block_size, num_kv_heads, head_dim], int32 context_lens
-    [batch] (0 = padding) and block_tables [batch, max_blocks]. `launch` from choose_launch, then fit_launch. The
-    workspace may be larger than needed and shared by all layers of a graph, whose kernels run one after another.
+    """q [batch, num_q_heads, head_dim], caches [num_blocks, block_size, num_kv_heads, head_dim] with any
+    strides but the last, int32 context_lens [batch] (0 = padding) and block_tables [batch, max_blocks]. `launch` from
+    choose_launch, then fit_launch. The workspace may be larger than needed and shared by all layers of a graph, whose
+    kernels run one after another.
     """
     batch, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -222,22 +258,20 @@ def decode_attention(
     assert q.stride(1) == head_dim
     assert out.is_contiguous()
     splits = launch.num_splits
-    if workspace is None:
-        workspace = DecodeWorkspace.allocate(batch if splits > 1 else 0, num_q_heads, splits, head_dim, q.device)
-    step = max(MIN_KEYS, launch.block_n)
-    shared = {"HEAD_DIM": head_dim, "D": next_power_of_2(head_dim), "STEP": step, "WINDOW": window or 0,
-              "NUM_SPLITS": splits, "SPLITS": next_power_of_2(splits)}  # fmt: skip
+    workspace = workspace or DecodeWorkspace.allocate(batch, num_q_heads, launch, head_dim, q.device)
+    shared = {"HEAD_DIM": head_dim, "D": next_power_of_2(head_dim), "STEP": max(MIN_KEYS, launch.block_n),
+              "WINDOW": window or 0, "MERGE_TILE": MERGE_TILE}  # fmt: skip
     decode_kernel[(batch * num_kv_heads, splits)](
         q, k_cache, v_cache, out, workspace.parts, workspace.logsums, workspace.counters, context_lens, block_tables,
         scale * LOG2E, q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=max(16, next_power_of_2(group)), BLOCK_SIZE=block_size,
-        BLOCK_N=launch.block_n, FUSED_MERGE=launch.fused_merge and splits > 1, **shared,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        splits, NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=max(16, next_power_of_2(group)), BLOCK_SIZE=block_size,
+        BLOCK_N=launch.block_n, AHEAD=launch.ahead, FUSED_MERGE=launch.fused_merge, **shared,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.max_registers,
     )  # fmt: skip
     if splits > 1 and not launch.fused_merge:
         merge_kernel[(batch * num_q_heads,)](
-            workspace.parts, workspace.logsums, out, context_lens, NUM_Q_HEADS=num_q_heads, **shared,
-            num_warps=2 if splits > 8 else 1,
+            workspace.parts, workspace.logsums, out, context_lens, splits, NUM_Q_HEADS=num_q_heads, **shared,
+            num_warps=2,
         )  # fmt: skip
     return out
 

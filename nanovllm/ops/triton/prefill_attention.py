@@ -27,11 +27,20 @@ A program finds it by binary search over query_starts; slots without work return
 nothing. Programs are numbered from the last tile to the first: the last tiles of a sequence see the most keys, and
 the card should end on small pieces of work.
 
-Keys in tiles of BLOCK_N: first the tiles that every row sees whole (no masks at all), then those the causal diagonal or
-the end of the context cuts. With a sliding window the tiles cut by its left edge come before both. If a block of the
-cache holds whole tiles (block_size % BLOCK_N == 0), a tile's address is one block-table entry and the rest is affine;
-otherwise each key looks its block up. Values past the end of the context are masked on load, not only in the scores:
-0 * NaN is NaN, and a freed block may hold anything.
+Keys in tiles of BLOCK_N. Most tiles are seen whole by every row and need no mask; the causal diagonal (and the left
+edge of a sliding window) cuts a few. Either all run in one loop that masks a tile only if it is cut (`one_loop`), so
+that the copies of the cut tiles overlap the arithmetic before them, or each kind has a loop of its own. Last comes the
+tile that the context ends in: there values past the end are masked on load, not only in the scores, since 0 * NaN is
+NaN and a freed block may hold anything. If a block of the cache holds whole tiles (block_size % BLOCK_N == 0), a tile's
+address is one block-table entry and the rest is affine, which lets the copy engine (TMA) fetch it; otherwise each key
+looks its block up.
+
+The cache may be stored slot by slot or head by head in a block (see `decode_attention.py`). Counts that vary from step
+to step are not specialised on, nor is the alignment of index tensors, which callers slice.
+
+Measured on an H200 (bf16, 16/8 heads x 128, block size 256, causal; share of 780 TFLOP/s at 8x2048, 2x8192, 64x1024),
+three loops: 128x64, 4 warps, 3 stages, TMA 52 / 64 / 42 %; 128x128, 8 warps 45 / 55 / 36 %; 128x64, 8 warps 40 / 49 /
+33 %; TMA makes no difference with 8 warps.
 """
 from dataclasses import dataclass
 
@@ -43,19 +52,25 @@ from nanovllm.ops.triton.common import LOG2E, LOWEST, capability, dot, next_powe
 
 
 @triton.jit
-def key_offsets(
-    table_ptr, start, limit, block_stride, slot_stride,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Offsets into the cache of keys start .. start + BLOCK_N, int64 [BLOCK_N, 1]; from `limit` on, of block 0."""
+def page_ids(table_ptr, start, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks that hold keys start .. start + BLOCK_N: one number if a block holds whole tiles, else one a key."""
     if BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        # The tile-wide part does not change from tile to tile, so only one scalar is added to the pointers.
-        return block * block_stride + (start % BLOCK_SIZE) * slot_stride + tl.arange(0, BLOCK_N)[:, None] * slot_stride
+        return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < limit, other=0)
     else:
         n = start + tl.arange(0, BLOCK_N)
-        block = tl.load(table_ptr + n // BLOCK_SIZE, mask=n < limit, other=0).to(tl.int64)
-        return (block * block_stride + (n % BLOCK_SIZE) * slot_stride)[:, None]
+        return tl.load(table_ptr + n // BLOCK_SIZE, mask=n < limit, other=0)
+
+
+@triton.jit
+def key_offsets(pages, start, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets into the cache of keys start .. start + BLOCK_N, int64 [BLOCK_N, 1]."""
+    pages = pages.to(tl.int64)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        # The tile-wide part does not change from tile to tile, so only one scalar is added to the pointers.
+        return pages * block_stride + (start % BLOCK_SIZE) * slot_stride + tl.arange(0, BLOCK_N)[:, None] * slot_stride
+    else:
+        n = start + tl.arange(0, BLOCK_N)
+        return (pages * block_stride + (n % BLOCK_SIZE) * slot_stride)[:, None]
 
 
 @triton.jit
@@ -73,59 +88,78 @@ def softmax_step(acc, peak, total, scores, v, scale):
     return acc, new_peak, total
 
 
+# Which tiles a loop of _attend walks over.
+_WHOLE = tl.constexpr(0)  # every row sees every key
+_CUT_OR_WHOLE = tl.constexpr(1)  # some are cut by the diagonal or the window; all lie within the context
+_LAST = tl.constexpr(2)  # any, also past the end of the context
+
+
 @triton.jit
 def _attend(
-    acc, peak, total, q, position, lo, hi, context_len,
-    k_ptr, v_ptr, k_desc, v_desc, table_ptr, head, block_stride, slot_stride, scale,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, USE_DESC: tl.constexpr,
+    state, q, position, bounds, lo, hi, context_len, kv, table_ptr, head, strides, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, USE_DESC: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys of tiles lo .. hi (multiples of BLOCK_N, hi rounded up) to the running softmax."""
+    """Adds the keys of tiles lo .. hi (multiples of BLOCK_N, hi rounded up) to the running softmax `state`.
+
+    bounds = (lowest, highest) position of the rows. USE_DESC: 0 = pointers, 1 = the copy engine over a cache stored
+    slot by slot, 2 = head by head.
+    """
+    acc, peak, total = state
+    lowest, highest = bounds
+    k_ptr, v_ptr, k_desc, v_desc = kv
+    block_stride, slot_stride = strides
     d = tl.arange(0, D)[None, :]
     for start in tl.range(lo, hi, BLOCK_N):
-        if USE_DESC and not MASKED:
-            block = tl.load(table_ptr + start // BLOCK_SIZE)
-            row = block * BLOCK_SIZE + start % BLOCK_SIZE
-            k = k_desc.load([row, head * HEAD_DIM])
-        else:
-            offsets = key_offsets(table_ptr, start, context_len, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N)
-            if MASKED:
-                exists = (start + tl.arange(0, BLOCK_N)[:, None] < context_len) & (d < HEAD_DIM)
-                k = tl.load(k_ptr + offsets + d, mask=exists, other=0.0)
-            elif HEAD_DIM < D:
-                k = tl.load(k_ptr + offsets + d, mask=d < HEAD_DIM, other=0.0)
+        pages = page_ids(table_ptr, start, context_len, BLOCK_SIZE, BLOCK_N)
+        if USE_DESC > 0 and KIND != _LAST:
+            if USE_DESC == 1:
+                row, column = pages * BLOCK_SIZE + start % BLOCK_SIZE, head * HEAD_DIM
             else:
-                k = tl.load(k_ptr + offsets + d)
-        scores = dot(q, tl.trans(k))
-        if MASKED:
-            n = start + tl.arange(0, BLOCK_N)[None, :]
-            visible = n <= position[:, None]
-            if WINDOW > 0:
-                visible &= n > position[:, None] - WINDOW
-            scores = tl.where(visible, scores, float("-inf"))
-        if USE_DESC and not MASKED:
-            v = v_desc.load([row, head * HEAD_DIM])
-        elif MASKED:
-            v = tl.load(v_ptr + offsets + d, mask=exists, other=0.0)
-        elif HEAD_DIM < D:
-            v = tl.load(v_ptr + offsets + d, mask=d < HEAD_DIM, other=0.0)
+                row, column = (pages * NUM_KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE, 0
+            k = k_desc.load([row, column])
         else:
-            v = tl.load(v_ptr + offsets + d)
+            offsets = key_offsets(pages, start, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + d
+            if KIND == _LAST:
+                exists = (start + tl.arange(0, BLOCK_N)[:, None] < context_len) & (d < HEAD_DIM)
+                k = tl.load(k_ptr + offsets, mask=exists, other=0.0)
+            elif HEAD_DIM < D:
+                k = tl.load(k_ptr + offsets, mask=d < HEAD_DIM, other=0.0)
+            else:
+                k = tl.load(k_ptr + offsets)
+        scores = dot(q, tl.trans(k))
+        if KIND == _LAST:
+            scores = _masked(scores, start, position, BLOCK_N, WINDOW)
+        elif KIND == _CUT_OR_WHOLE:
+            cut = start + BLOCK_N - 1 > lowest
+            if WINDOW > 0:
+                cut |= start <= highest - WINDOW
+            if cut:
+                scores = _masked(scores, start, position, BLOCK_N, WINDOW)
+        if USE_DESC > 0 and KIND != _LAST:
+            v = v_desc.load([row, column])
+        elif KIND == _LAST:
+            v = tl.load(v_ptr + offsets, mask=exists, other=0.0)
+        elif HEAD_DIM < D:
+            v = tl.load(v_ptr + offsets, mask=d < HEAD_DIM, other=0.0)
+        else:
+            v = tl.load(v_ptr + offsets)
         acc, peak, total = softmax_step(acc, peak, total, scores, v, scale)
     return acc, peak, total
 
 
 @triton.jit
-def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, query_starts_ptr, context_lens_ptr, tables_ptr,
-    scale, num_seqs, num_tiles, q_stride, block_stride, slot_stride, head_stride, table_stride,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    USE_DESC: tl.constexpr,
-):  # fmt: skip
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    head = tl.program_id(0) % NUM_KV_HEADS
-    tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
+def _masked(scores, start, position, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    n = start + tl.arange(0, BLOCK_N)[None, :]
+    visible = n <= position[:, None]
+    if WINDOW > 0:
+        visible &= n > position[:, None] - WINDOW
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def _find_tile(query_starts_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
+    """(sequence, its first row of q, its number of queries, first query of the tile) of tile number `tile`."""
     first, last = 0, num_seqs - 1  # the answer lies in first .. last
     while first < last:
         middle = (first + last + 1) // 2
@@ -136,7 +170,24 @@ def prefill_kernel(
     seq = first
     query_start = tl.load(query_starts_ptr + seq)
     num_queries = tl.load(query_starts_ptr + seq + 1) - query_start
-    first_query = (tile - query_start // BLOCK_Q - seq) * BLOCK_Q
+    return seq, query_start, num_queries, (tile - query_start // BLOCK_Q - seq) * BLOCK_Q
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tiles", "table_stride"],
+    do_not_specialize_on_alignment=["query_starts_ptr", "context_lens_ptr", "tables_ptr"],
+)
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, query_starts_ptr, context_lens_ptr, tables_ptr,
+    scale, num_seqs, num_tiles, q_stride, block_stride, slot_stride, head_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    USE_DESC: tl.constexpr, ONE_LOOP: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    head = tl.program_id(0) % NUM_KV_HEADS
+    tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
+    seq, query_start, num_queries, first_query = _find_tile(query_starts_ptr, tile, num_seqs, BLOCK_Q)
     if first_query >= num_queries:
         return
 
@@ -153,33 +204,39 @@ def prefill_kernel(
     position = context_len - num_queries + query
     lowest = context_len - num_queries + first_query
     highest = context_len - num_queries + tl.minimum(first_query + BLOCK_Q, num_queries) - 1
-    # Tile n .. n + BLOCK_N is whole for every row if n + BLOCK_N - 1 <= lowest and, in a window, n > highest - WINDOW.
-    whole_end = tl.maximum(lowest + 1, 0) // BLOCK_N * BLOCK_N
+    bounds = (lowest, highest)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
-    k_ptr += head * head_stride
-    v_ptr += head * head_stride
+    state = (tl.zeros([BLOCK_M, D], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
+    kv = (k_ptr + head * head_stride, v_ptr + head * head_stride, k_desc, v_desc)
+    strides = (block_stride, slot_stride)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    if WINDOW > 0:
-        whole_begin = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
-        whole_end = tl.maximum(whole_end, begin)
-        whole_begin = tl.minimum(whole_begin, whole_end)
-        acc, peak, total = _attend(
-            acc, peak, total, q, position, begin, whole_begin, context_len, k_ptr, v_ptr, k_desc, v_desc, table_ptr,
-            head, block_stride, slot_stride, scale, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, True, USE_DESC,
+    if ONE_LOOP:
+        end = tl.minimum(tl.cdiv(highest + 1, BLOCK_N), context_len // BLOCK_N) * BLOCK_N
+        end = tl.maximum(end, begin)
+        state = _attend(
+            state, q, position, bounds, begin, end, context_len, kv, table_ptr, head, strides, scale,
+            NUM_KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, _CUT_OR_WHOLE, USE_DESC,
         )  # fmt: skip
-        begin = whole_begin
-    acc, peak, total = _attend(
-        acc, peak, total, q, position, begin, whole_end, context_len, k_ptr, v_ptr, k_desc, v_desc, table_ptr,
-        head, block_stride, slot_stride, scale, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, False, USE_DESC,
-    )  # fmt: skip
-    acc, peak, total = _attend(
-        acc, peak, total, q, position, whole_end, highest + 1, context_len, k_ptr, v_ptr, k_desc, v_desc, table_ptr,
-        head, block_stride, slot_stride, scale, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, True, USE_DESC,
+    else:
+        # Tile n .. n + BLOCK_N is whole if n + BLOCK_N - 1 <= lowest and, in a window, n > highest - WINDOW.
+        end = tl.maximum(tl.maximum(lowest + 1, 0) // BLOCK_N * BLOCK_N, begin)
+        if WINDOW > 0:
+            whole = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, end)
+            state = _attend(
+                state, q, position, bounds, begin, whole, context_len, kv, table_ptr, head, strides, scale,
+                NUM_KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, _LAST, USE_DESC,
+            )  # fmt: skip
+            begin = whole
+        state = _attend(
+            state, q, position, bounds, begin, end, context_len, kv, table_ptr, head, strides, scale,
+            NUM_KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, _WHOLE, USE_DESC,
+        )  # fmt: skip
+    acc, _, total = _attend(
+        state, q, position, bounds, end, highest + 1, context_len, kv, table_ptr, head, strides, scale,
+        NUM_KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, _LAST, USE_DESC,
     )  # fmt: skip
     # A padded sequence (context 0) has seen no key: acc is 0 and so is its output.
     out = acc / tl.maximum(total, 1e-30)[:, None]
@@ -189,13 +246,15 @@ def prefill_kernel(
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """How a launch is cut: rows and keys of a tile, warps, pipeline stages, and tensor descriptors (TMA) for keys."""
+    """How a launch is cut: rows and keys of a tile, warps, pipeline stages, tensor descriptors (TMA) for keys and
+    values where block size and head_dim allow them, and one loop over all tiles or one for each kind."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     use_desc: bool = False
+    one_loop: bool = False
 
 
 def choose_tile(head_dim: int, element_size: int, block_size: int, arch: tuple[int, int]) -> PrefillTile:
@@ -208,6 +267,8 @@ def choose_tile(head_dim: int, element_size: int, block_size: int, arch: tuple[i
     if arch[0] in (9, 10):
         if d > 128:
             return PrefillTile(128, 64, 8, 2)
+        if arch[0] == 9 and head_dim == d and block_size % 64 == 0:
+            return PrefillTile(128, 64, 4, 3, use_desc=True)
         return PrefillTile(128, 128 if block_size % 128 == 0 else 64, 8, 2)
     if d > 128:
         return PrefillTile(64, 32, 4, 2)
@@ -244,8 +305,8 @@ def prefill_attention(
     assert out.is_contiguous()
     tile = tile or choose_tile(head_dim, q.element_size(), block_size, capability(q.device))
     block_m = max(tile.block_m, next_power_of_2(group))
-    use_desc = tile.use_desc and block_size % tile.block_n == 0 and head_dim == next_power_of_2(head_dim)
-    k_desc, v_desc = _descriptors(k_cache, v_cache, tile.block_n) if use_desc else (k_cache, v_cache)
+    use_desc = _descriptor_kind(k_cache, tile)
+    k_desc, v_desc = _descriptors(k_cache, v_cache, tile.block_n, use_desc) if use_desc else (k_cache, v_cache)
     num_tiles = num_tokens // (block_m // group) + num_seqs
     prefill_kernel[(num_tiles * num_kv_heads,)](
         q, k_cache, v_cache, k_desc, v_desc, out, query_starts, context_lens, block_tables,
@@ -253,15 +314,31 @@ def prefill_attention(
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, D=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=tile.block_n, WINDOW=window or 0, USE_DESC=use_desc,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        ONE_LOOP=tile.one_loop, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
 
-def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, block_n: int) -> tuple:
-    """The caches as matrices [slots, num_kv_heads * head_dim], read by the copy engine in boxes of one head's tile."""
+def _descriptor_kind(cache: torch.Tensor, tile: PrefillTile) -> int:
+    """USE_DESC of the kernel: 0 where the copy engine cannot be used, else how a block of this cache is stored."""
+    block_size, head_dim = cache.shape[1], cache.shape[3]
+    if not tile.use_desc or block_size % tile.block_n or head_dim != next_power_of_2(head_dim):
+        return 0
+    if cache.is_contiguous():
+        return 1
+    return 2 if cache.transpose(1, 2).is_contiguous() else 0
+
+
+def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, block_n: int, kind: int) -> tuple:
+    """The caches as matrices, [slots, num_kv_heads * head_dim] or, stored head by head, [blocks * num_kv_heads *
+    block_size, head_dim], read by the copy engine in boxes of one head's tile.
+
+    Made anew by every call, some 10 us of host time each: a captured graph pays once, and a step too large for a graph
+    computes for milliseconds meanwhile. Keeping them would tie a kernel's argument to the life of a cache.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     box = [block_n, k_cache.shape[3]]
-    as_matrix = (k_cache.shape[0] * k_cache.shape[1], k_cache.shape[2] * k_cache.shape[3])
-    return tuple(TensorDescriptor.from_tensor(cache.view(as_matrix), box) for cache in (k_cache, v_cache))
+    width = k_cache.shape[3] if kind == 2 else k_cache.shape[2] * k_cache.shape[3]
+    stored = [cache.transpose(1, 2) if kind == 2 else cache for cache in (k_cache, v_cache)]
+    return tuple(TensorDescriptor.from_tensor(cache.view(-1, width), box) for cache in stored)

@@ -1,0 +1,123 @@
+"""Benchmarks of the engine on a tiny model: the numbers mean nothing, their form and their counts do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.bench import compare_hf
+from nanovllm.bench.workload import Lengths, Shape
+from tests.cli.runner import SMALL, Run
+from tests.tiny_models import TinyModel
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def args(llama: TinyModel) -> tuple[str, ...]:
+    return ("--model", str(llama.path), *SMALL)
+
+
+def check_report(report: dict[str, Any], kind: str) -> None:
+    assert report["benchmark"] == kind
+    assert report["date"]
+    assert report["hardware"]
+    assert report["versions"]["transformers"]
+    assert report["engine"]["attn_backend"] == "sdpa"
+
+
+def test_throughput(run: Run, args: Any) -> None:
+    sizes = ("--num-seqs", 5, "--input-len", "3..40", "--output-len", "7")
+    result = run("bench", "throughput", *args, *sizes, "--repeat", 2)
+    assert result.code == 0
+    check_report(result.last_json, "throughput")
+    found = result.last_json["results"]
+    assert found["output_tokens"] == 5 * 7
+    assert 5 * 3 <= found["prompt_tokens"] <= 5 * 40
+    assert found["output_tokens_per_second"] == pytest.approx(35 / found["seconds"])
+    assert found["kv_slots_per_token"] >= 1
+    assert "attention backend that ran: sdpa" in result.out
+
+
+def test_latency(run: Run, args: Any) -> None:
+    result = run("bench", "latency", *args, "--num-seqs", 3, "--input-len", 20, "--output-len", 4)
+    assert result.code == 0
+    check_report(result.last_json, "latency")
+    found = result.last_json["results"]
+    for name in ("startup", "time_to_first_token", "time_per_output_token", "between_tokens"):
+        assert 0 < found[name]["p50"] <= found[name]["p99"] <= found[name]["max"]
+    parts = found["startup"]["last"]
+    assert parts["import"] > 0.1  # torch is imported in the child, and inside the measured time
+    assert sum(parts.values()) < found["startup"]["mean"]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3"])
+def test_compare_hf(run: Run, tiny: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same tokens on both sides, so same work; a ratio of different work would mean nothing."""
+    shapes = {"1 prompt": Shape(1, Lengths(9, 9), Lengths(6, 6)), "4 prompts": Shape(4, Lengths(3, 40), Lengths(6, 6))}
+    monkeypatch.setattr(compare_hf, "SHAPES", shapes)
+    result = run("bench", "throughput", "--compare", "hf", "--repeat", 2, "--model", tiny(name).path, *SMALL)
+    assert result.code == 0
+    check_report(result.last_json, "throughput-compare-hf")
+    assert result.last_json["engine"]["dtype"] == "float32"
+    for row in result.last_json["results"].values():
+        assert row["equal_greedy_tokens"] > 0.95
+        low, high = row["ratio_spread"]
+        assert 0 < low <= row["ratio"] <= high
+        assert row["kv_slots_per_token"] >= 1
+
+
+def test_compare_refuses_others(run: Run, args: Any) -> None:
+    result = run("bench", "throughput", *args, "--compare", "vllm")
+    assert result.code == 2
+    assert "must be hf" in result.err
+
+
+def test_bad_length(run: Run, args: Any) -> None:
+    result = run("bench", "throughput", *args, "--input-len", "9..3")
+    assert result.code == 2
+    assert "9..3" in result.err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
+def test_plot_without_matplotlib_is_refused_first(run: Run, args: Any) -> None:
+    result = run("bench", "throughput", *args, "--plot", "out.png")
+    assert result.code == 2
+    assert "pip install matplotlib" in result.err
+    assert result.out == ""
+
+
+def test_plot(run: Run, args: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "out.png"
+    assert run("bench", "schedulers", "--num-short", 10, "--plot", file).code == 0
+    assert file.stat().st_size > 0
+
+
+def test_family_script(llama: TinyModel) -> None:
+    """bench.py with two backends: a line for each that names what really ran, then JSON."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench.py"), "--model", str(llama.path), "--device", "cpu", "--num-seqs", "3",
+         "--input-len", "8..20", "--output-len", "5", "--load-format", "dummy", "--attn-backend", "sdpa", "sdpa.math"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    first, second, last = done.stdout.splitlines()
+    assert first.startswith("Total: 15tok, Time: ")
+    assert first.endswith("Backend: sdpa")
+    assert second.endswith("Backend: sdpa.math")
+    report = json.loads(last)
+    assert report["benchmark"] == "main"
+    assert [row["attn_backend"] for row in report["results"]] == ["sdpa", "sdpa.math"]
+
+
+def test_example(llama: TinyModel) -> None:
+    command = [sys.executable, str(ROOT / "example.py"), str(llama.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.count("Prompt: '<|user|>") == 2
+    assert done.stdout.count("Completion: ") == 2

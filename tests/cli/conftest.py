@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanovllm.engine.llm_engine import LLMEngine
+from tests.cli.runner import Run, make_runner
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return make_runner(monkeypatch, capsys)
+
+
+@pytest.fixture
+def press(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """press(k): Ctrl-C arrives in the middle of the k-th step from now on."""
+
+    def at(count: int) -> None:
+        step, left = LLMEngine.step, [count]
+
+        def interrupted(engine: LLMEngine) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGINT)
+            return step(engine)
+
+        monkeypatch.setattr(LLMEngine, "step", interrupted)
+
+    return at

@@ -1,0 +1,46 @@
+"""`nanovllm info`: facts from config.json, no weights needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM
+from tests.cli.runner import SMALL, Run
+from tests.tiny_models import TinyModel
+
+
+def test_facts_equal_the_real_engine(run: Run, llama: TinyModel) -> None:
+    facts = run("info", "--model", llama.path, *SMALL, "--json").last_json
+    with LLM(str(llama.path), device="cpu", max_num_seqs=8, num_kvcache_blocks=64, max_num_batched_tokens=64) as llm:
+        runs_on = llm.engine.describe()["runs_on"]
+        assert facts["model"]["max_model_len"] == llm.engine.max_model_len
+    assert facts["attention_backends"] == runs_on["attn_reasons"]
+    assert facts["memory_plan"]["kv_bytes"] == runs_on["kv_bytes"]
+    assert facts["memory_plan"]["kv_blocks"] == runs_on["kv_blocks"] == 64
+    assert facts["model"]["num_parameters"] == sum(p.numel() for p in llama.load_hf().parameters())
+
+
+def test_cache_on_a_cpu_is_planned_as_the_engine_does(run: Run, llama: TinyModel) -> None:
+    """160 tokens in blocks of 16 for 3 sequences: more than 30 blocks could never be used."""
+    args = ["--model", llama.path, "--device", "cpu", "--max-num-seqs", 3]
+    assert run("info", *args, "--json").last_json["memory_plan"]["kv_blocks"] == 30
+    refused = run("info", *args, "--json", "--cpu-kvcache-gb", "0.0000001").last_json["memory_plan"]
+    assert "cpu_kvcache_gb" in refused["does_not_fit"]
+
+
+def test_needs_config_only(run: Run, llama_copy: Path) -> None:
+    (llama_copy / "model.safetensors").unlink()
+    result = run("info", "--model", llama_copy, "--device", "cpu")
+    assert result.code == 0
+    for word in ("LlamaForCausalLM", "num parameters", "kv bytes per token", "transformers", "sdpa"):
+        assert word in result.out
+
+
+def test_downloads_nothing(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    facts = run("info", "--model", "nobody/nothing-here", "--json").last_json
+    assert "nobody/nothing-here" in facts["model"]["not_on_disk"]
+    assert facts["hardware"]["device"]
