@@ -67,13 +67,13 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def room_of(module: str) -> str:
-    """`scheduling.plan` -> scheduling, `cli_chat` -> cli, `config` -> basics."""
+    """`scheduling.plan` -> scheduling, `config` -> basics."""
     first = module.split(".")[0]
     first = {"LLM": "llm", "LLMEngine": "engine", "AsyncLLMEngine": "engine"}.get(first, first)  # names of the package
     known = (PACKAGE / first).is_dir() or (PACKAGE / f"{first}.py").is_file()
     if first in BASICS or not known:
         return "basics"
-    return "cli" if first in ("__main__", "cli") or first.startswith("cli_") else first
+    return "cli" if first == "__main__" else first
 
 
 def imports_of(tree: ast.Module) -> Iterator[str]:
@@ -280,6 +280,6 @@ def test_the_checks_can_fail() -> None:
     )
     assert says_cuda(bad) == [1, 7, 7]
     assert {name.split(".")[0] for name in imports_of(bad)} == {"torch", "nanovllm", "pickle"}
-    assert [room_of(m) for m in ("engine.llm_engine.LLMEngine", "llm", "cli_chat", "config", "ops.triton.norm")] == [
+    assert [room_of(m) for m in ("engine.llm_engine.LLMEngine", "llm", "cli.stream", "config", "ops.triton.norm")] == [
         "engine", "llm", "cli", "basics", "ops",
     ]  # fmt: skip

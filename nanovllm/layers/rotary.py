@@ -75,7 +75,8 @@ def _yarn(plain: torch.Tensor, factor: float, original: float, rope: RopeConfig)
     if attention is None:
         m, all_dim = params.get("mscale"), params.get("mscale_all_dim")
         attention = sharpen(m) / sharpen(all_dim) if m and all_dim else sharpen(1.0)
-    return (1 - keep) * plain / factor + keep * plain, positive_float({"attention_factor": attention}, "attention_factor")
+    attention = positive_float({"attention_factor": attention}, "attention_factor")
+    return (1 - keep) * plain / factor + keep * plain, attention
 
 
 def cos_sin_table(rope: RopeConfig, max_position: int, max_model_len: int) -> torch.Tensor:

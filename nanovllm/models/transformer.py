@@ -1,8 +1,8 @@
 """The decoder that every dense family here shares: embed, N x (attention, MLP), norm, head.
 
 A family (llama.py, qwen2.py, qwen3.py) only says how it differs, as a `Style`; its checkpoint names are data, the
-RULES below. The residual stream travels beside the branch (`x`, `residual`), so that each addition is fused with the norm
-that follows it.
+RULES below. The residual stream travels beside the branch (`x`, `residual`), so that each addition is fused with the
+norm that follows it.
 """
 
 from __future__ import annotations

@@ -9,36 +9,16 @@ AVX-512, weight [out, in], microseconds, F.linear / weight @ x.T (without the co
 3072 x  576  273/269   371/644    578/639    846/647   1433/625   1555/698   1746/847    1434/1362
 6144 x 1024  803/840   905/1883  1844/1866  2937/1997  2175/1889  2899/2278  3506/2814   4575/4581
 4096 x 4096 2429/2445 2418/5216  4578/5004  7344/5365  9761/5207  7243/6198 11021/8802  13515/15078
-
-A weight packed once by MKL (`pack_weight`, a second copy of it in memory) does better still at 4 to 16 rows: 96 against
-166 us (960 x 576), 215 against 306 us (576 x 1536) for 16. MKL wants the number of rows named when it packs and kept
-when it multiplies, so fewer rows are padded to 16.
 """
 import torch
 import torch.nn.functional as F
 
 # From 4 rows on the transposed product gains 2.5x on small shapes and loses at most 10 % on large ones.
 _TRANSPOSED_ROWS = range(4, 49)
-_PACKED_ROWS = range(4, 17)
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, packed: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if x.dim() == 2 and x.shape[0] in _TRANSPOSED_ROWS and x.is_cpu and x.dtype == torch.float32:
-        rows = x.shape[0]
-        if packed is not None and rows in _PACKED_ROWS:
-            full = _PACKED_ROWS[-1]
-            x = x.contiguous() if rows == full else F.pad(x, (0, 0, 0, full - rows))
-            return torch.ops.mkl._mkl_linear(x, packed, weight, bias, full)[:rows]
         out = torch.mm(weight, x.t()).t().contiguous()  # later views and norms want rows in memory order
         return out if bias is None else out.add_(bias)
     return F.linear(x, weight, bias)
-
-
-def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
-    """What `linear` takes as `packed`; None where MKL is not there or the weight is not fp32 on the CPU."""
-    usable = weight.is_cpu and weight.dtype == torch.float32 and torch.backends.mkl.is_available()
-    if not usable or not hasattr(torch.ops.mkl, "_mkl_linear"):
-        return None
-    return torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), _PACKED_ROWS[-1])

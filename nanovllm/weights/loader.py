@@ -28,7 +28,7 @@ def load_dummy(model: nn.Module, seed: int) -> None:
 def load_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...], progress: bool = False) -> None:
     names = checkpoint.names()
     if not names:
-        raise ModelError(f"{checkpoint.path}: no *.safetensors found beside config.json (load_format='dummy' needs none)")
+        raise ModelError(f"{checkpoint.path}: no *.safetensors beside config.json (load_format='dummy' needs none)")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     expected = _expected_parts(model)
     tied = {name for name in parameters if name not in expected}  # another name of a parameter loaded elsewhere

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from nanovllm.cli_options import ENGINE, SAMPLING
+from nanovllm.cli.options import ENGINE, SAMPLING
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from tests.cli.runner import Run

@@ -2,8 +2,8 @@
 
     python tests/gpu/check_engine.py [--only right,fast] [--workloads main,1x512] [--out DIR]
 
-Right: greedy and seeded output equal between graph and eager, for every number of decode steps per visit, with and without
-overlap, alone and in a batch; against the fp32 CPU engine it may differ only where two logits nearly tie.
+Right: greedy and seeded output equal between graph and eager, for every number of decode steps per visit, with and
+without overlap, alone and in a batch; against the fp32 CPU engine it may differ only where two logits nearly tie.
 Fast: the workloads of docs/benchmarks.md on dummy weights of the true shapes. Prints a table last, writes JSON.
 """
 
@@ -53,11 +53,11 @@ def tiny_model(folder: Path, family: str) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    common = dict(
-        vocab_size=512, hidden_size=384, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=2048, head_dim=64, initializer_range=0.3, eos_token_id=None,
-        bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+    common = {
+        "vocab_size": 512, "hidden_size": 384, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.3,
+        "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
     config = getattr(transformers, f"{family}Config")(**common)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.save_pretrained(folder / family)
@@ -68,10 +68,10 @@ def tiny_model(folder: Path, family: str) -> Path:
 def check_right(family: str) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(512) for _ in range(n)] for n in (1, 15, 63, 64, 65, 127, 128, 129, 300, 7, 40)]
-    prompts += [prompts[8][:200] + [3, 4, 5]]  # a shared prefix
+    prompts += [[*prompts[8][:200], 3, 4, 5]]  # a shared prefix
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     seeded = [SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=i) for i in range(len(prompts))]
-    base = dict(skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=16, gpu_memory_utilization=0.3)
+    base = {"skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 16, "gpu_memory_utilization": 0.3}
 
     def outputs(params, some=prompts, **options):
         with LLM(str(folder), **{**base, **options}) as llm:

@@ -121,23 +121,6 @@ def test_linear(dtype, rows, has_bias):
     assert got.is_contiguous()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 15, 16, 17, 49])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_packed_linear(rows, has_bias):
-    x, weight = torch.randn(rows, 100), torch.randn(30, 100)
-    bias = torch.randn(30) if has_bias else None
-    packed = linear.pack_weight(weight)
-    if packed is None:
-        pytest.skip("this build of torch has no MKL")
-    got = linear.linear(x, weight, bias, packed)
-    torch.testing.assert_close(got, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
-    assert got.is_contiguous()
-
-
-def test_weights_that_cannot_be_packed():
-    assert linear.pack_weight(torch.randn(4, 4).bfloat16()) is None
-
-
 def test_philox_known_answer():
     """The published first word of philox4x32-10 for counter and key zero."""
     zero = torch.zeros(1, dtype=torch.long)

@@ -14,10 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import next_power_of_2
 
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "table_width", "out_stride", "out_width"])
 def advance_kernel(
     sampled_ptr, tokens_ptr, positions_ptr, context_lens_ptr, slots_ptr, tables_ptr, out_ptr, step_ptr,
     num_rows, table_stride, table_width, out_stride, out_width, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -60,5 +58,5 @@ def advance(
     advance_kernel[(1,)](
         sampled, tokens, positions, context_lens, slots, block_tables, out, step,
         num_rows, block_tables.stride(0), block_tables.shape[1], out.stride(0), out.shape[1],
-        BLOCK_SIZE=block_size, TILE=min(next_power_of_2(num_rows), 1024), num_warps=4,
+        BLOCK_SIZE=block_size, TILE=256, num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Lanes: the rows of a captured decode graph, filled from the sequences that run now.
 
-A running sequence keeps one *row* of device memory for life: its newest token and its block table. A graph of batch size
-B computes *lanes* 0..B-1, dense and in place. `begin` points lanes at rows when the host visits: the host says the
+A running sequence keeps one *row* of device memory for life: its newest token and its block table. A graph of batch
+size B computes *lanes* 0..B-1, dense and in place. `begin` points lanes at rows when the host visits: the host says the
 row, the position and, where it knows it, the token; -1 means "the one you sampled yourself", which is how a step
 can be queued before the host has seen the tokens of the last. A lane without a row (-1) is padding: context length 0,
 slot -1, and no kernel reads or writes for it.
@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["row_table_stride", "table_stride", "num_blocks"],
+    do_not_specialize_on_alignment=["rows_ptr", "host_tokens_ptr", "host_positions_ptr"],
+)
 def begin_kernel(
     rows_ptr, host_tokens_ptr, host_positions_ptr, row_tokens_ptr, row_tables_ptr,
     tokens_ptr, positions_ptr, context_lens_ptr, slots_ptr, tables_ptr,
@@ -58,7 +61,7 @@ def begin(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lanes"], do_not_specialize_on_alignment=["rows_ptr"])
 def keep_kernel(rows_ptr, tokens_ptr, row_tokens_ptr, num_lanes, TILE: tl.constexpr):
     lane = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(rows_ptr + lane, mask=lane < num_lanes, other=-1).to(tl.int64)

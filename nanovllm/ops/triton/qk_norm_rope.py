@@ -21,7 +21,7 @@ import triton.language as tl
 from nanovllm.ops.triton.common import next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def qk_norm_rope_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr, v_cache_ptr,
     qkv_stride, block_stride, slot_stride, head_stride, eps,

@@ -38,7 +38,7 @@ def scaled_logits(logits_ptr, column, vocab, temperature):
     return tl.where(x == x, x, float("-inf"))  # a NaN must not win every comparison
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures_ptr", "seeds_ptr", "positions_ptr"])
 def tile_kernel(
     logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, mass_ptr, stride, vocab, num_tiles,
     TILE: tl.constexpr, TILES: tl.constexpr,
@@ -55,7 +55,7 @@ def tile_kernel(
     tl.store(mass_ptr + row * num_tiles + tile, mass, mask=tile < num_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures_ptr", "seeds_ptr", "positions_ptr", "tokens_ptr"])
 def pick_kernel(
     logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, mass_ptr, tokens_ptr, stride, vocab, num_tiles,
     TILE: tl.constexpr, ALL_TILES: tl.constexpr,

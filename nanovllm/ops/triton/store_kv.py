@@ -11,7 +11,7 @@ import triton.language as tl
 from nanovllm.ops.triton.common import next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def store_kv_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
     k_stride, v_stride, block_stride, slot_stride,

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli_bench import bench
-from nanovllm.cli_options import ENGINE, SAMPLING, with_options
-from nanovllm.cli_stream import InOrder, Speed, encode, note, run_requests
+from nanovllm.cli.benches import bench
+from nanovllm.cli.options import ENGINE, SAMPLING, with_options
+from nanovllm.cli.stream import InOrder, Speed, encode, note, run_requests
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError, RequestError
 from nanovllm.outputs import RequestOutput
@@ -86,7 +86,7 @@ def generate(
 @with_options(config=ENGINE, params=SAMPLING)
 def chat(system: SystemOption = None, *, config: EngineConfig, params: SamplingParams) -> None:
     """Talk with a model. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D leaves."""
-    from nanovllm.cli_chat import Chat
+    from nanovllm.cli.conversation import Chat
 
     with load(config) as engine:
         Chat(engine, params, system).run()
@@ -98,13 +98,13 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False, *, config: EngineConfig
 ) -> None:
     """Show hardware, versions, attention backends, and what a model needs; loads and downloads nothing."""
-    from nanovllm import cli_info
+    from nanovllm.cli import facts as page
 
-    facts = cli_info.collect(config)
+    facts = page.collect(config)
     if as_json:
         print(json.dumps(facts))
     else:
-        cli_info.show(facts)
+        page.show(facts)
 
 
 def read_prompts(given: list[str], file: str | None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nanovllm.bench.workload import Lengths, Shape
-from nanovllm.cli_options import ENGINE, OptionGroup, with_options
+from nanovllm.cli.options import ENGINE, OptionGroup, with_options
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from nanovllm.cli_stream import InOrder, Speed, note, run_requests
+from nanovllm.cli.stream import InOrder, Speed, note, run_requests
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
