@@ -52,7 +52,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     max_wait_steps: int | None = 64  # sjf: a waiting request is passed over for at most so many steps; None = no aging
-    decode_steps: int = 1  # tokens decoded between two looks of the scheduler when nobody waits; same output for all
+    decode_steps: int | None = None  # tokens decoded between two looks of the scheduler when nobody waits; None = a
+    # default for the device. The output is the same for all.
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     attn_backend: str = "auto"
@@ -94,7 +95,8 @@ class EngineConfig:
             raise ConfigError(f"cpu_kvcache_gb={self.cpu_kvcache_gb!r}: must be a positive number of gigabytes")
         if self.max_wait_steps is not None:
             _count("max_wait_steps", self.max_wait_steps, 0, 2**31 - 1, "None turns aging off")
-        _count("decode_steps", self.decode_steps, 1, 64, "1 visits the scheduler for every token")
+        if self.decode_steps is not None:
+            _count("decode_steps", self.decode_steps, 1, 64, "1 visits the scheduler for every token")
         _count("tensor_parallel_size", self.tensor_parallel_size, 1, 1024, "the number of GPUs to split over")
         _count("seed", self.seed, -(2**63), 2**64 - 1, "any 64-bit integer")
         for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):

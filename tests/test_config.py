@@ -35,7 +35,7 @@ def test_max_num_seqs(value: object) -> None:
         ("kvcache_block_size", [0, 15, 257, 16.0, True], "[16, 256]"),
         ("num_kvcache_blocks", [0, -1, 2**31, 1e9], "[1, 2147483647]"),
         ("max_wait_steps", [-1, 0.5, True], "[0, 2147483647]"),
-        ("decode_steps", [0, 65, None, True], "[1, 64]"),
+        ("decode_steps", [0, 65, True], "[1, 64]"),
         ("tensor_parallel_size", [0, -2, 1025, "2"], "[1, 1024]"),
         ("seed", [2**64, -(2**63) - 1, 0.5, None], "18446744073709551615]"),
         ("gpu_memory_utilization", [0, -0.5, 1.01, NAN, INF, "0.9", True], "(0, 1]"),

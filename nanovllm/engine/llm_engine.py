@@ -44,6 +44,7 @@ logger = logging.getLogger("nanovllm")
 # Defaults by device: a CPU wants small steps (each takes long anyway) and little waste, a GPU wants large ones.
 DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
+DEFAULT_DECODE_STEPS = {"cpu": 1, "gpu": 8}  # a GPU's host must not be asked for every token
 
 
 @dataclass
@@ -79,7 +80,7 @@ class LLMEngine:
             checkpoint.close()
         self.scheduler = Scheduler(
             SchedulerLimits(
-                config.max_num_seqs, max_tokens, self.max_model_len, config.decode_steps
+                config.max_num_seqs, max_tokens, self.max_model_len, config.decode_steps or DEFAULT_DECODE_STEPS[kind]
             ),
             BlockManager(self.executor.layout.num_blocks, block_size, config.enable_prefix_caching),
             make_policy(config.scheduling_policy, config.max_wait_steps),

@@ -13,8 +13,6 @@ import torch
 
 from nanovllm.ops import activation, linear, norm, qk_norm_rope
 
-FEW_ROWS = 2  # see few_rows_linear
-
 
 @dataclass(frozen=True)
 class Ops:
@@ -54,8 +52,7 @@ def triton_ops() -> Ops:
     from nanovllm.ops.triton import qk_norm_rope as t_rope
 
     def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # cuBLAS reads the weights at a third of the card's bandwidth for one row; from a few rows on it is ahead.
-        if len(x) <= FEW_ROWS and x.dtype != torch.float32:
+        if x.dtype != torch.float32 and t_gemv.prefers_gemv(len(x), *weight.shape):
             return t_gemv.gemv(x, weight, bias)
         return torch.nn.functional.linear(x, weight, bias)
 

@@ -117,13 +117,38 @@ def gemv(
 def choose_block(rows: int, size: int, out_size: int, gated: bool) -> tuple[int, int]:
     """(outputs a program, columns a step). Few outputs: one a warp and long steps. More rows: x is read from the L1
     once a program, so more outputs share it, with shorter steps to stay within the registers.
+
+    Measured on an H200 for one row, the best of 1x512, 1x1024, 1x2048, 2x512, 2x1024, 4x512 (us, against 1x1024):
+    4096 x 1024: 2x1024 (4.06, 4.36); 1024 x 2048: 1x2048 (3.19); 151936 x 1024: 2x1024 (80, 95); 6144 x 4096: 1x2048
+    (14.2, 15.0); 4096 x 4096: 1x2048 (10.8, 11.5); 24576 x 4096 gated: 1x512 (57.8, 59.4); 4096 x 12288: 1x512 (26.0).
     """
-    if rows == 1:
-        block_n = 1 if out_size <= 8192 or gated else 2
-        block_k = 2048 if out_size <= 2048 else 1024
-    else:
+    if rows > 1:
         block_n, block_k = (2, 1024) if rows == 2 else (4, 512)
+    elif size <= 1024:
+        block_n, block_k = (1 if gated or out_size <= 2048 else 2), 1024
+    else:
+        block_n, block_k = 1, 2048 if out_size <= 2048 or (size <= 4096 and not gated) else 512
     block_k = min(block_k, next_power_of_2(size))
     while size % block_k and block_k > 512:  # an exact multiple needs no masks
         block_k //= 2
     return block_n, block_k
+
+
+def prefers_gemv(rows: int, out_size: int, size: int) -> bool:
+    """Whether `gemv` beats cuBLAS, as measured on an H200 (us, gemv / cuBLAS; out x in):
+
+        rows   4096x1024  1024x2048  1024x3072  151936x1024  6144x4096  4096x4096  24576x4096  4096x12288
+        1       4.1/5.4   3.2/12.7   3.8/6.7      80/88      14.2/16.3  10.8/13.1   58/58        26/31
+        2       4.2/5.3   4.0/12.8   4.4/6.8        -        15.1/16.5  11.8/12.8   61/58        28/31
+        4       5.2/5.3   6.5/8.6    8.1/6.8      85/88      17.9/16.5  14.6/12.9   79/58        38/31
+        8       7.3/5.3   9.7/5.9     16/6.8        -          40/17      23/13    126/62        63/32
+
+    Only the batch sizes that decode graphs are captured for (1, 2, 4): any other would be compiled in mid-run.
+    """
+    if rows == 1:
+        return True
+    if rows == 2:
+        return size <= 2048 or out_size <= 16384
+    if rows == 4:
+        return out_size * size <= 1024 * 2048 or (out_size >= 65536 and size <= 1024)
+    return False

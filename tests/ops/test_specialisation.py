@@ -1,0 +1,134 @@
+"""How often a kernel is compiled for one model: steps of any shape must reuse what start-up compiled.
+
+Triton compiles anew for every combination of argument types, constexprs, and of what it specialises on: integers that
+are 1 or multiples of 16, pointers aligned to 16 bytes. The wrappers are called here with JITFunction.run replaced by a
+recorder of that combination, over the shapes that an engine's steps have. Nothing is compiled or run.
+"""
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import jit
+
+from nanovllm.ops.triton import (
+    activation,
+    decode_attention,
+    decode_state,
+    gemv,
+    lanes,
+    norm,
+    prefill_attention,
+    qk_norm_rope,
+    sampling,
+    store_kv,
+)
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("this process interprets kernels", allow_module_level=True)
+
+HIDDEN, NUM_Q, NUM_KV, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_BLOCKS = 1024, 16, 8, 128, 4999, 64, 40
+BATCHES = (1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 100, 256, 257)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> dict[str, set]:
+    """kernel -> the combinations it would have been compiled for, on an H200."""
+    seen: dict[str, set] = {}
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+
+    def record(self, *args, grid, warmup, **kwargs):
+        bind = jit.create_function_from_signature(self.signature, self.params, backend)
+        _, specialisation, options = bind(*args, **kwargs)
+        seen.setdefault(self.fn.__name__, set()).add(f"{specialisation} {sorted(options.items())}")
+
+    monkeypatch.setattr(jit.JITFunction, "run", record)
+    for module in (decode_attention, prefill_attention):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda device: 132)
+    return seen
+
+
+def empty(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype)
+
+
+def ints(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def caches(by_head: bool):
+    middle = (NUM_KV, BLOCK_SIZE) if by_head else (BLOCK_SIZE, NUM_KV)
+    pair = [empty(10, *middle, HEAD_DIM) for _ in range(2)]
+    return [cache.transpose(1, 2) for cache in pair] if by_head else pair
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_attention(compiled, by_head):
+    cache = caches(by_head)
+    for batch, skipped, width, context in itertools.product(BATCHES, (0, 1, 4), (1, 7, 16, MAX_BLOCKS), (64, 4096)):
+        lens, tables = ints(batch + skipped)[skipped:], ints(batch + skipped, width)[skipped:]
+        q = empty(batch, NUM_Q, HEAD_DIM)
+        launch = decode_attention.launch_for(q, NUM_KV, context)
+        decode_attention.decode_attention(q, *cache, lens, tables, 0.1, launch)
+        starts = ints(batch + 1 + skipped)[skipped:]
+        prefill_attention.prefill_attention(q, *cache, starts, lens, tables, 0.1)
+    assert {name: len(keys) for name, keys in compiled.items()} == {
+        "decode_kernel": 1, "merge_kernel": 1, "prefill_kernel": 1,
+    }  # fmt: skip
+
+
+def test_everything_else(compiled):
+    cache = caches(True)
+    norm_weight, cos_sin = empty(HIDDEN), torch.zeros(4096, HEAD_DIM)
+    for rows, skipped in itertools.product((*BATCHES, 1024), (0, 1)):
+        x = empty(rows, HIDDEN)
+        norm.rms_norm(x, norm_weight, 1e-6)
+        norm.add_rms_norm(x, x, norm_weight, 1e-6)
+        activation.silu_mul(empty(rows, 2 * 3072))
+        index = ints(rows + skipped, dtype=torch.int64)[skipped:]
+        qkv = empty(rows, (NUM_Q + 2 * NUM_KV) * HEAD_DIM)
+        heads = (empty(HEAD_DIM), empty(HEAD_DIM))
+        qk_norm_rope.qk_norm_rope(qkv, heads, 1e-6, cos_sin, index, *cache, index, NUM_Q)
+        store_kv.store_kv(*(empty(rows, NUM_KV, HEAD_DIM) for _ in range(2)), *cache, index)
+        temperatures = torch.zeros(rows + skipped)[skipped:]
+        for positions in (index, index.int()):
+            sampling.sample(empty(rows, VOCAB), temperatures, index, positions)
+        state = [ints(rows, dtype=torch.int64) for _ in range(3)]
+        tables = ints(rows, MAX_BLOCKS)
+        decode_state.advance(*state, ints(rows), index.clone(), tables, ints(rows, 64, dtype=torch.int64), ints(1), 64)
+        sent = [ints(rows + skipped)[skipped:] for _ in range(3)]
+        lane_state = (state[0], state[1], ints(rows), state[2], tables)
+        for width in (1, 3, 16, MAX_BLOCKS):
+            lanes.begin(*sent, (ints(300, dtype=torch.int64), ints(300, MAX_BLOCKS)), lane_state, BLOCK_SIZE, width)
+        lanes.keep_tokens(sent[0], state[0], ints(300, dtype=torch.int64))
+    assert {name: len(keys) for name, keys in compiled.items()} == {
+        "norm_kernel": 2,  # with and without a residual
+        "silu_mul_kernel": 1,
+        "qk_norm_rope_kernel": 2,  # few and many tokens
+        "store_kv_kernel": 1,
+        "tile_kernel": 2,  # positions in int32 (decode graphs) and int64
+        "pick_kernel": 2,
+        "advance_kernel": 1,
+        "begin_kernel": 1,
+        "keep_kernel": 1,
+    }
+
+
+def test_gemv(compiled):
+    """One for each of the five projections and each of the rows 1, 2 and, for two of them, 4."""
+    shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)]
+    used = set()
+    for rows, (out_size, size) in itertools.product(range(1, 300), shapes):
+        if gemv.prefers_gemv(rows, out_size, size):
+            used.add((rows, out_size, size))
+            gemv.gemv(empty(rows, size), torch.empty(out_size, size, dtype=BF16, device="cpu"))
+    assert {rows for rows, _, _ in used} == {1, 2, 4}
+    assert len(used) == 12
+    assert len(compiled["gemv_kernel"]) <= len(used)
