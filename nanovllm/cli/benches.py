@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,6 +91,38 @@ def throughput(
         report.plot_bars(plot, f"throughput, {config.model}", "tokens per second", bars)
     kind = "throughput-compare-hf" if compare else "throughput"
     report.finish(report.make_report(kind, **facts, threads=_threads(), results=found), save)
+
+
+@bench.command()
+@with_options(config=ENGINE)
+def workloads(
+    names: Annotated[
+        str, typer.Argument(help="Comma-separated: main, 64x512 (batch x input = output), 'prefill 1x1024'.")
+    ] = "main,1x512,8x512,64x512,prefill 1x1024",
+    repeat: Repeat = 3,
+    save: Save = False,
+    *,
+    config: EngineConfig,
+) -> None:
+    """The named workloads of the tables, with their share of what the card could do at most."""
+    from nanovllm.bench import report
+    from nanovllm.bench.named import measure_named, parse_workload
+    from nanovllm.bench.throughput import engine_facts, warm_up
+
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        parse_workload(name)  # a typo is told before the model is loaded
+    rows = []
+    started = time.perf_counter()
+    with _engine(config, None) as engine:
+        facts = engine_facts(engine)
+        warm_up(engine)
+        facts["startup_seconds"] = time.perf_counter() - started
+        for name in chosen:
+            rows.append(measure_named(engine, name, 0.6, repeat))
+            report.print_table(name, ["", "value"], [[k.replace("_", " "), v] for k, v in rows[-1].items()])
+    print(f"attention backend that ran: {facts['engine']['attn_backend']} on {facts['hardware']}")
+    report.finish(report.make_report("workloads", **facts, results=rows), save)
 
 
 @bench.command()

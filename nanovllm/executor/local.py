@@ -53,6 +53,7 @@ class LocalExecutor:
         self.selection: Selection = select_backend(config.attn_backend, specs, self.device)
         logger.info("attention backend %s on %s", self.selection.backend.name, self.device.name)
         model = self._load(config, model_config, checkpoint, max_model_len)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         spare = self._spare_bytes(config, model, max_model_len, max_num_batched_tokens)
         layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
         most = config.max_num_seqs * -(-max_model_len // block_size)

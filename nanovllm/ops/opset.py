@@ -13,6 +13,7 @@ import torch
 
 from nanovllm.ops import activation, linear, norm, qk_norm_rope
 
+FEW_ROWS = 2  # up to here a layer's norms, activation and residual sums ride on its linear maps
 
 @dataclass(frozen=True)
 class Ops:

@@ -4,7 +4,7 @@
 
 Right: greedy and seeded output equal between graph and eager, for every number of decode steps per visit, with and
 without overlap, alone and in a batch; against the fp32 CPU engine it may differ only where two logits nearly tie.
-Fast: the workloads of docs/benchmarks.md on dummy weights of the true shapes. Prints a table last, writes JSON.
+Fast: named workloads on dummy weights of the true shapes. Prints a table last, writes JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
+from nanovllm.bench.named import measure_named, parse_workload  # noqa: E402
 
 RESULTS: list[dict] = []
 
@@ -104,20 +105,6 @@ def check_right(family: str) -> None:
             note(f"{family} {label} ({backend})", greedy_equal=equal, seeded_equal=equal_drawn, of=len(prompts))
 
 
-def workload_main():
-    rng = random.Random()
-    rng.seed(0)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024)) for _ in range(256)]
-    return prompts, params
-
-
-def workload_fixed(batch: int, length: int, new: int):
-    rng = random.Random(batch * 7919 + length)
-    prompts = [[rng.randint(0, 10000) for _ in range(length)] for _ in range(batch)]
-    return prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=new)
-
-
 def profile_steps(llm: LLM, prompts, params, name: str) -> None:
     """Where the time goes: kernels by total time, and host time per engine.step."""
     from torch.profiler import ProfilerActivity, profile
@@ -156,41 +143,20 @@ def profile_steps(llm: LLM, prompts, params, name: str) -> None:
 
 
 @guarded
-def check_fast(model: str, workloads: list[str], profile: bool = False, **options) -> None:
+def check_fast(model: str, names: list[str], profile: bool = False) -> None:
+    """The same as `nanovllm bench workloads`, with a profile."""
     started = time.perf_counter()
-    llm = LLM(
-        str(ROOT / "benchmarks/models" / model), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
-        **options,
-    )  # fmt: skip
+    folder = str(ROOT / "benchmarks/models" / model)
+    llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     note(f"{model} start-up", seconds=round(time.perf_counter() - started, 1), **llm.engine.describe()["runs_on"])
-    llm.generate(workload_fixed(4, 500, 8)[0], workload_fixed(4, 500, 8)[1], use_tqdm=False)
-    for name in workloads:
-        if name == "main":
-            prompts, params = workload_main()
-        elif name.startswith("prefill"):
-            batch, length = map(int, name.split()[1].split("x"))
-            prompts, params = workload_fixed(batch, length, 1)
-        else:
-            batch, length = map(int, name.split("x"))
-            prompts, params = workload_fixed(batch, length, length)
-        best = None
-        every = []
-        for repeat in range(3 if name.startswith("prefill") else 2):
-            prompts = [[(t + repeat * 131) % 10000 for t in p] for p in prompts]  # no help from the prefix cache
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
-            every.append(round(seconds, 3))
-            best = min(best or seconds, seconds)
-        new = sum(len(out.outputs[0].token_ids) for out in outputs)
-        tokens = sum(map(len, prompts)) if name.startswith("prefill") else new
-        stats = llm.engine.stats
-        note(f"{model} {name}", tok_s=round(tokens / best), seconds=every, steps=stats.num_steps, **options)
-        if profile:
-            profile_steps(llm, prompts, params, name)
+    for name in names:
+        row = measure_named(llm.engine, name, 0.6, repeat=2 if name.startswith("prefill") else 1)
+        note(f"{model} {name}", **{k: v for k, v in row.items() if k != "workload"})
+        if profile and not name.startswith("prefill"):
+            work, _ = parse_workload(name, 9)
+            params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in work.output_lens]
+            profile_steps(llm, work.prompts, params, name)
     llm.close()
 
 
@@ -200,14 +166,13 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--workloads", default="main,1x512,8x512,64x512,64x2048,256x512,prefill 1x1024,prefill 64x1024")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--families", default="Llama,Qwen3")
     args = parser.parse_args()
     if "right" in args.only:
         for family in args.families.split(","):
             check_right(family)
     if "fast" in args.only:
-        check_fast(args.model, args.workloads.split(","), profile=args.profile, decode_steps=args.steps)
+        check_fast(args.model, args.workloads.split(","), profile=args.profile)
     versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
     folder = Path(os.environ.get("OUT", "."))
     (folder / "check_engine.json").write_text(json.dumps({**versions, "results": RESULTS}, indent=1, default=str))

@@ -37,29 +37,32 @@ def max_error(got, expected, dtype) -> float:
     return error
 
 
-def paged_cache(lens, block_size, num_kv_heads, head_dim, dtype, spare=3):
-    """(k, v, context_lens, tables) with shuffled blocks; what lies behind a context is NaN in both caches."""
-    blocks = [-(-n // block_size) for n in lens]
-    total = sum(blocks) + spare
-    order = torch.randperm(total).tolist()
-    tables = torch.zeros(len(lens), max(*blocks, 1), dtype=torch.int32)
-    used = torch.zeros(total, block_size, dtype=torch.bool)
-    for seq, n in enumerate(lens):
-        for i in range(blocks[seq]):
-            block = order.pop()
-            tables[seq, i] = block
-            used[block, : n - i * block_size] = True
-    hole = ~used.to(DEVICE)[:, :, None, None]
-    k = rand(total, block_size, num_kv_heads, head_dim, dtype=dtype).masked_fill_(hole, float("nan"))
-    v = rand(total, block_size, num_kv_heads, head_dim, dtype=dtype).masked_fill_(hole, float("nan"))
-    return k, v, torch.tensor(lens, dtype=torch.int32, device=DEVICE), tables.to(DEVICE)
+def paged_cache(lens, block_size, num_kv_heads, head_dim, dtype, by_head=False, spare=3):
+    """(k, v, context_lens, tables) with shuffled blocks; what lies behind a context is NaN in both caches.
+
+    by_head: a block is stored [heads, slots, head_dim]; the caches are transposed views of that.
+    """
+    lens = torch.tensor(lens)
+    blocks = -(-lens // block_size)
+    total = int(blocks.sum()) + spare
+    place = torch.arange(max(int(blocks.max()), 1)) < blocks[:, None]
+    order = torch.randperm(total)[: total - spare]
+    tables = torch.zeros(place.shape, dtype=torch.int64)
+    tables[place] = order
+    held = torch.zeros(total, dtype=torch.int64)  # keys in a block
+    held[order] = (lens[:, None] - torch.arange(place.shape[1]) * block_size).clamp(0, block_size)[place]
+    hole = (torch.arange(block_size) >= held[:, None])[:, :, None, None].to(DEVICE)
+    shape = (total, num_kv_heads, block_size, head_dim) if by_head else (total, block_size, num_kv_heads, head_dim)
+    caches = [torch.randn(shape, dtype=dtype, device=DEVICE) for _ in range(2)]
+    caches = [(cache.transpose(1, 2) if by_head else cache).masked_fill_(hole, float("nan")) for cache in caches]
+    return *caches, lens.int().to(DEVICE), tables.int().to(DEVICE)
 
 
-def check_prefill(dtype, head_dim, group, block_size, window=None, tile=None):
+def check_prefill(dtype, head_dim, group, block_size, window=None, tile=None, by_head=False):
     def run() -> float:
         lens = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 700, 0]
         new = [(1, n, max(1, n - 64), (n + 1) // 2)[i % 4] if n else 2 for i, n in enumerate(lens)]
-        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype)
+        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype, by_head)
         starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32, device=DEVICE)
         q = rand(sum(new), 2 * group, head_dim, dtype=dtype)
         args = (starts, context_lens, tables, head_dim**-0.5, window)
@@ -69,17 +72,17 @@ def check_prefill(dtype, head_dim, group, block_size, window=None, tile=None):
     return run
 
 
-def check_decode(dtype, head_dim, group, block_size, launch, window=None):
+def check_decode(dtype, head_dim, group, block_size, launch, window=None, by_head=False):
     def run() -> float:
         lens = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 2049, 0]
-        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype)
+        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype, by_head)
         q = rand(len(lens), 2 * group, head_dim, dtype=dtype)
         fitted = decode.fit_launch(launch, head_dim, q.element_size(), capability(q.device))
         starts = torch.arange(len(lens) + 1)
         expected = paged_attention_reference(
             q.float(), k.float(), v.float(), starts, context_lens, tables, head_dim**-0.5, window
         )
-        workspace = decode.DecodeWorkspace.allocate(len(lens), 2 * group, fitted.num_splits, head_dim, q.device)
+        workspace = decode.DecodeWorkspace.allocate(len(lens), 2 * group, fitted, head_dim, q.device)
         for _ in range(3):
             got = decode.decode_attention(
                 q, k, v, context_lens, tables, head_dim**-0.5, fitted, window, workspace=workspace
@@ -117,6 +120,8 @@ def check_rope() -> float:
         slots[0] = -1
         got = torch.zeros(2, 20, 16, nkv, head_dim, dtype=dtype, device=DEVICE)
         expected = torch.zeros_like(got)
+        if tokens == 65:  # stored head by head
+            got = torch.zeros(2, 20, nkv, 16, head_dim, dtype=dtype, device=DEVICE).transpose(2, 3)
         args = (1e-6, cos_sin, positions, got[0], got[1], slots, nq)
         q = qk_norm_rope.qk_norm_rope(qkv, weights if has_norm else None, *args)
         q_ref, k_ref, v_ref = qkv.float().view(tokens, -1, head_dim).split([nq, nkv, nkv], dim=1)
@@ -219,14 +224,19 @@ def check_jobs() -> list[tuple[str, Callable[[], float]]]:
     shapes = [(BF16, 64, 3, 16), (BF16, 80, 2, 64), (BF16, 96, 1, 16), (BF16, 128, 2, 256), (BF16, 128, 4, 64)]
     shapes += [(BF16, 192, 1, 64), (BF16, 256, 8, 256), (FP16, 128, 2, 128), (FP32, 64, 3, 16), (BF16, 128, 2, 16)]
     for i, (dtype, head_dim, group, block_size) in enumerate(shapes):
-        label = f"{str(dtype)[6:]} d{head_dim} g{group} bs{block_size}"
-        jobs.append((f"prefill {label}", check_prefill(dtype, head_dim, group, block_size)))
-        launch = (Launch(1), Launch(5, 64, 4), Launch(8, fused_merge=True))[i % 3]
-        run = check_decode(dtype, head_dim, group, block_size, launch)
+        by_head = i % 2 == 1
+        label = f"{str(dtype)[6:]} d{head_dim} g{group} bs{block_size}{' by head' if by_head else ''}"
+        jobs.append((f"prefill {label}", check_prefill(dtype, head_dim, group, block_size, by_head=by_head)))
+        launch = (Launch(1), Launch(17, 64, 4), Launch(8, fused_merge=True))[i % 3]
+        run = check_decode(dtype, head_dim, group, block_size, launch, by_head=by_head)
         jobs.append((f"decode {label} s{launch.num_splits}", run))
-    for tile in (Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(64, 128, 4, 2, True)):
-        label = f"tma {tile.block_m}x{tile.block_n}"
-        jobs.append((f"prefill {label}", check_prefill(BF16, 128, 2, 256, tile=tile)))
-    jobs.append(("prefill window", check_prefill(BF16, 128, 2, 64, window=100)))
+    for tile, by_head in itertools.product((Tile(128, 64, 4, 2, True), Tile(128, 64, 4, 3, True, True)), (False, True)):
+        label = f"tma s{tile.num_stages}{' one loop' if tile.one_loop else ''}{' by head' if by_head else ''}"
+        jobs.append((f"prefill {label}", check_prefill(BF16, 128, 2, 256, tile=tile, by_head=by_head)))
+    for tile in (None, Tile(128, 64, 4, 2, True, True)):
+        jobs.append((f"prefill window {tile}", check_prefill(BF16, 128, 2, 64, window=100, tile=tile)))
+    for launch in (Launch(1, 16, 1, 3), Launch(1, 32, 2, 4), Launch(4, 64, 4, 3), Launch(1, 32, 2, 2, False)):
+        label = f"n{launch.block_n} w{launch.num_warps} st{launch.num_stages}"
+        jobs.append((f"decode {label}", check_decode(BF16, 128, 2, 64, launch, by_head=True)))
     jobs.append(("decode window", check_decode(BF16, 128, 2, 64, Launch(4), window=100)))
     return [(f"check {name}", run) for name, run in jobs]

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -49,16 +50,20 @@ def capability_of(arch: int) -> tuple[int, int]:
     return divmod(arch, 10)
 
 
-def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group: int, use_desc: bool = False):
+def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group: int, stored: int = 1):
+    """stored: 1 = slot by slot, 2 = head by head, which matters to the copy engine only."""
+
     def run(arch: int):
         size = 4 if dtype == "fp32" else 2
         tile = prefill_attention.choose_tile(head_dim, size, block_size, capability_of(arch))
+        tile = replace(tile, one_loop=stored == 2)
+        use_desc = stored if tile.use_desc else 0
         cache = f"tensordesc<{dtype}[{tile.block_n}, {head_dim}]>" if use_desc else f"*{dtype}"
         types = [f"*{dtype}"] * 3 + [cache] * 2 + [f"*{dtype}"] + ["*i32"] * 3
         types += ["fp32", "i32", "i32"] + ["i32:16"] * 4 + ["i32"]
         consts = {"NUM_KV_HEADS": 3, "GROUP": group, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
                   "BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WINDOW": window,
-                  "USE_DESC": use_desc}  # fmt: skip
+                  "USE_DESC": use_desc, "ONE_LOOP": tile.one_loop}  # fmt: skip
         return compile_kernel(prefill_attention.prefill_kernel, types, consts, arch, tile.num_warps, tile.num_stages)
 
     return run
@@ -68,11 +73,11 @@ def decode_case(dtype: str, head_dim: int, block_size: int, window: int, launch:
     def run(arch: int):
         size = 4 if dtype == "fp32" else 2
         fitted = decode_attention.fit_launch(launch, head_dim, size, capability_of(arch))
-        types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32", "*i32"] + ["fp32"] + ["i32:16"] * 4 + ["i32"]
+        types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32", "*i32"] + ["fp32"]
+        types += ["i32:16"] * 4 + ["i32"] * 2
         consts = {"NUM_KV_HEADS": 3, "GROUP": 3, "ROWS": 16, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
                   "BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window,
-                  "NUM_SPLITS": fitted.num_splits, "SPLITS": next_power_of_2(fitted.num_splits),
-                  "FUSED_MERGE": fitted.fused_merge}  # fmt: skip
+                  "AHEAD": fitted.ahead, "FUSED_MERGE": fitted.fused_merge, "MERGE_TILE": 16}  # fmt: skip
         kernel = decode_attention.decode_kernel
         return compile_kernel(kernel, types, consts, arch, fitted.num_warps, fitted.num_stages)
 
@@ -80,9 +85,9 @@ def decode_case(dtype: str, head_dim: int, block_size: int, window: int, launch:
 
 
 def merge_case(dtype: str):
-    consts = {"NUM_Q_HEADS": 9, "HEAD_DIM": 80, "D": 128, "STEP": 64, "WINDOW": 0, "NUM_SPLITS": 6, "SPLITS": 8}
-    types = ["*fp32", "*fp32", f"*{dtype}", "*i32"]
-    return lambda arch: compile_kernel(decode_attention.merge_kernel, types, consts, arch, 1)
+    consts = {"NUM_Q_HEADS": 9, "HEAD_DIM": 80, "D": 128, "STEP": 64, "WINDOW": 0, "MERGE_TILE": 16}
+    types = ["*fp32", "*fp32", f"*{dtype}", "*i32", "i32"]
+    return lambda arch: compile_kernel(decode_attention.merge_kernel, types, consts, arch, 2)
 
 
 def rope_case(dtype: str, head_dim: int, rot_dim: int, has_norm: bool):
@@ -123,7 +128,7 @@ def small_cases(dtype: str) -> dict:
 def cases_for(arch: int) -> dict:
     """name -> compile(arch). Turing has no bf16 arithmetic worth using: fp16 there, as engines do."""
     half = "fp16" if arch < 80 else "bf16"
-    whole = decode_attention.DecodeLaunch(1, num_stages=2)
+    whole = decode_attention.DecodeLaunch(1)
     split = decode_attention.DecodeLaunch(6, block_n=64, num_warps=4)
     fused = decode_attention.DecodeLaunch(6, fused_merge=True)
     cases = small_cases(half)
@@ -142,7 +147,7 @@ def cases_for(arch: int) -> dict:
     if arch == 90:
         cases["prefill fp32"] = prefill_case("fp32", 64, 16, 0, 3)
         cases["decode fp32"] = decode_case("fp32", 64, 16, 0, split)
-        cases["prefill bf16 descriptors"] = prefill_case("bf16", 128, 256, 0, 2, use_desc=True)
+        cases["prefill bf16 by head"] = prefill_case("bf16", 128, 256, 0, 2, stored=2)
         cases.update(small_cases("fp32"))
     return cases
 

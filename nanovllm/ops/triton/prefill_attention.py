@@ -39,8 +39,9 @@ The cache may be stored slot by slot or head by head in a block (see `decode_att
 to step are not specialised on, nor is the alignment of index tensors, which callers slice.
 
 Measured on an H200 (bf16, 16/8 heads x 128, block size 256, causal; share of 780 TFLOP/s at 8x2048, 2x8192, 64x1024),
-three loops: 128x64, 4 warps, 3 stages, TMA 52 / 64 / 42 %; 128x128, 8 warps 45 / 55 / 36 %; 128x64, 8 warps 40 / 49 /
-33 %; TMA makes no difference with 8 warps.
+a loop for each kind, two tiles in flight: 128x64, 4 warps, TMA 52 / 64 / 42 %; 128x128, 8 warps 45 / 55 / 36 %; 128x64,
+8 warps 40 / 49 / 33 %. With 4 warps two programs share a multiprocessor, and one's softmax hides behind the other's
+products. TMA makes no difference with 8 warps.
 """
 from dataclasses import dataclass
 
@@ -110,23 +111,28 @@ def _attend(
     k_ptr, v_ptr, k_desc, v_desc = kv
     block_stride, slot_stride = strides
     d = tl.arange(0, D)[None, :]
-    for start in tl.range(lo, hi, BLOCK_N):
-        pages = page_ids(table_ptr, start, context_len, BLOCK_SIZE, BLOCK_N)
+    pages = page_ids(table_ptr, lo, context_len, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if KIND == _LAST else None):  # _LAST is one tile or two
         if USE_DESC > 0 and KIND != _LAST:
-            if USE_DESC == 1:
-                row, column = pages * BLOCK_SIZE + start % BLOCK_SIZE, head * HEAD_DIM
-            else:
+            row, column = pages * BLOCK_SIZE + start % BLOCK_SIZE, head * HEAD_DIM
+            if USE_DESC == 2:
                 row, column = (pages * NUM_KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE, 0
             k = k_desc.load([row, column])
+            v = v_desc.load([row, column])
         else:
             offsets = key_offsets(pages, start, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + d
             if KIND == _LAST:
                 exists = (start + tl.arange(0, BLOCK_N)[:, None] < context_len) & (d < HEAD_DIM)
                 k = tl.load(k_ptr + offsets, mask=exists, other=0.0)
+                v = tl.load(v_ptr + offsets, mask=exists, other=0.0)
             elif HEAD_DIM < D:
                 k = tl.load(k_ptr + offsets, mask=d < HEAD_DIM, other=0.0)
+                v = tl.load(v_ptr + offsets, mask=d < HEAD_DIM, other=0.0)
             else:
                 k = tl.load(k_ptr + offsets)
+                v = tl.load(v_ptr + offsets)
+        # One tile ahead, or the pipeliner gives a stage to this load (see `decode_attention.py`).
+        pages = page_ids(table_ptr, start + BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
         scores = dot(q, tl.trans(k))
         if KIND == _LAST:
             scores = _masked(scores, start, position, BLOCK_N, WINDOW)
@@ -136,14 +142,6 @@ def _attend(
                 cut |= start <= highest - WINDOW
             if cut:
                 scores = _masked(scores, start, position, BLOCK_N, WINDOW)
-        if USE_DESC > 0 and KIND != _LAST:
-            v = v_desc.load([row, column])
-        elif KIND == _LAST:
-            v = tl.load(v_ptr + offsets, mask=exists, other=0.0)
-        elif HEAD_DIM < D:
-            v = tl.load(v_ptr + offsets, mask=d < HEAD_DIM, other=0.0)
-        else:
-            v = tl.load(v_ptr + offsets)
         acc, peak, total = softmax_step(acc, peak, total, scores, v, scale)
     return acc, peak, total
 
@@ -268,7 +266,7 @@ def choose_tile(head_dim: int, element_size: int, block_size: int, arch: tuple[i
         if d > 128:
             return PrefillTile(128, 64, 8, 2)
         if arch[0] == 9 and head_dim == d and block_size % 64 == 0:
-            return PrefillTile(128, 64, 4, 3, use_desc=True)
+            return PrefillTile(128, 64, 4, 2, use_desc=True)
         return PrefillTile(128, 128 if block_size % 128 == 0 else 64, 8, 2)
     if d > 128:
         return PrefillTile(64, 32, 4, 2)

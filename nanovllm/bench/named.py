@@ -1,0 +1,88 @@
+"""The workloads by the names that the tables use, and the physical limit of each.
+
+    main          256 prompts of 100..1024 random tokens, outputs of 100..1024 (see workload.py)
+    64x512        batch 64, input = output = 512; output tokens per second, prefill included
+    prefill 1x1024  one new token each; prompt tokens per second
+
+The limit of a workload on a card: weights and KV read once per decode step at the card's read bandwidth, or its
+arithmetic at the card's matrix rate, whichever takes longer, added up over all steps. No engine can be faster, so the
+share of it says how much is left to win.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.bench.throughput import run_workload
+from nanovllm.bench.workload import Lengths, Workload, make_workload
+from nanovllm.errors import ConfigError
+from nanovllm.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a card was measured to reach."""
+
+    bytes_per_second: float
+    flops: float
+
+
+CEILINGS = {"NVIDIA H200": Ceiling(4.46e12, 780e12)}
+
+
+def parse_workload(name: str, repeat: int = 0) -> tuple[Workload, bool]:
+    """(the workload, whether its figure is prompt tokens); a repeat has other tokens, so that no prefix is cached."""
+    if name == "main":
+        work = make_workload(random.Random(0), 256, Lengths(100, 1024), Lengths(100, 1024))
+        shift = 131 * repeat
+        return Workload([[(t + shift) % 10_000 for t in p] for p in work.prompts], work.output_lens), False
+    found = re.fullmatch(r"(prefill )?(\d+)x(\d+)", name.strip())
+    if not found:
+        raise ConfigError(f"workload {name!r}: write main, 64x512 or 'prefill 1x1024'")
+    batch, length = int(found[2]), int(found[3])
+    new = 1 if found[1] else length
+    rng = random.Random(batch * 7919 + length + 104729 * repeat)
+    return make_workload(rng, batch, Lengths(length, length), Lengths(new, new)), bool(found[1])
+
+
+def limit_seconds(workload: Workload, model: ModelConfig, num_parameters: int, ceiling: Ceiling) -> float:
+    """The least time the workload can take on that card in 16 bits."""
+    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size  # a table is not read whole
+    weights = 2 * (num_parameters - embedding)
+    per_token = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    flops = 2 * (num_parameters - embedding)
+    lens, news = [len(prompt) for prompt in workload.prompts], workload.output_lens
+    total = max(flops * sum(lens) / ceiling.flops, weights / ceiling.bytes_per_second)
+    for step in range(1, max(news)):
+        live = [n + step for n, new in zip(lens, news) if new > step]
+        read = (weights + per_token * sum(live)) / ceiling.bytes_per_second
+        total += max(read, flops * len(live) / ceiling.flops)
+    return total
+
+
+def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int) -> dict[str, Any]:
+    """Runs it once to warm up (kernels for its shapes, buffers), then `repeat` times; the median counts."""
+    rates = []
+    for turn in range(repeat + 1):
+        workload, is_prefill = parse_workload(name, turn)
+        run = run_workload(engine, workload, temperature)
+        tokens = run.num_prompt_tokens if is_prefill else run.num_output_tokens
+        rates.append(tokens / run.seconds)
+    row: dict[str, Any] = {
+        "workload": name,
+        "tokens_per_second": statistics.median(rates[1:]),
+        "spread": [min(rates[1:]), max(rates[1:])],
+        "first_pass": rates[0],
+    }
+    ceiling = CEILINGS.get(engine.executor.device.name)
+    if ceiling is not None:
+        limit = tokens / limit_seconds(workload, engine.model_config, engine.executor.num_parameters, ceiling)
+        row |= {"limit": limit, "share_of_limit": row["tokens_per_second"] / limit}
+    return row

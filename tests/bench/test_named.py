@@ -1,0 +1,52 @@
+"""The named workloads are the ones of the published tables, and their limits are the published limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanovllm.bench.named import CEILINGS, limit_seconds, parse_workload
+from nanovllm.errors import ConfigError
+from nanovllm.model_config import ModelConfig
+
+MODELS = Path(__file__).resolve().parents[2] / "benchmarks/models"
+PARAMETERS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}
+
+
+def test_main_has_the_familys_token_counts() -> None:
+    workload, is_prefill = parse_workload("main")
+    assert (len(workload.prompts), workload.num_prompt_tokens, workload.num_output_tokens) == (256, 142_827, 133_966)
+    assert not is_prefill
+    assert max(max(prompt) for prompt in workload.prompts) <= 10_000
+
+
+def test_a_repeat_shares_no_prefix() -> None:
+    for name in ("main", "8x512", "prefill 2x64"):
+        first, again = parse_workload(name)[0], parse_workload(name, 1)[0]
+        assert list(map(len, first.prompts)) == list(map(len, again.prompts))
+        assert first.output_lens == again.output_lens
+        assert not any(a[:16] == b[:16] for a, b in zip(first.prompts, again.prompts))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "limit"),
+    [
+        ("qwen3-0.6b", "main", 37_158), ("qwen3-0.6b", "1x512", 3_466), ("qwen3-0.6b", "64x2048", 11_805),
+        ("qwen3-0.6b", "256x512", 44_775), ("qwen3-0.6b", "prefill 64x1024", 654_000),
+        ("qwen3-8b", "main", 13_070), ("qwen3-8b", "64x512", 10_220), ("qwen3-8b", "prefill 16x1024", 51_519),
+    ],
+)  # fmt: skip
+def test_limits_are_the_published_ones(model: str, name: str, limit: float) -> None:
+    config = ModelConfig.from_hf(json.loads((MODELS / model / "config.json").read_text()))
+    workload, is_prefill = parse_workload(name)
+    tokens = workload.num_prompt_tokens if is_prefill else workload.num_output_tokens
+    found = tokens / limit_seconds(workload, config, PARAMETERS[model], CEILINGS["NVIDIA H200"])
+    assert found == pytest.approx(limit, rel=0.005)
+
+
+@pytest.mark.parametrize("name", ["", "64", "x512", "64x", "decode 1x2", "main2"])
+def test_a_typo_is_told(name: str) -> None:
+    with pytest.raises(ConfigError, match="64x512"):
+        parse_workload(name)
