@@ -45,7 +45,7 @@ class TritonBackend:
             )
         if n < num_seqs:
             prefill_attention(
-                q[n:], k_cache, v_cache, batch.device_query_starts[n:] - n, lens[n:], tables[n:], spec.scale,
-                window=spec.window, out=out[n:],
+                q, k_cache, v_cache, batch.device_query_starts[n:], lens[n:], tables[n:], spec.scale,
+                window=spec.window, out=out,
             )  # fmt: skip
         return out

@@ -31,6 +31,7 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Lanes:
+    rows: torch.Tensor  # int32 [lanes]: the sequence's row, -1 = padding
     tokens: torch.Tensor  # int64 [lanes]
     positions: torch.Tensor  # int64
     context_lens: torch.Tensor  # int32, 0 = padding
@@ -47,14 +48,15 @@ class Lanes:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            zeros(num_lanes), zeros(num_lanes), zeros(num_lanes, dtype=torch.int32), zeros(num_lanes) - 1,
+            zeros(num_lanes, dtype=torch.int32) - 1, zeros(num_lanes), zeros(num_lanes),
+            zeros(num_lanes, dtype=torch.int32), zeros(num_lanes) - 1,
             zeros(num_lanes, num_blocks, dtype=torch.int32), zeros(num_lanes, dtype=torch.float32), zeros(num_lanes),
             zeros(num_lanes, MAX_STEPS), zeros(1, dtype=torch.int32),
         )  # fmt: skip
 
     def first(self, count: int) -> Lanes:
-        parts = (self.tokens, self.positions, self.context_lens, self.slots, self.block_tables, self.temperatures,
-                 self.seeds, self.out)  # fmt: skip
+        parts = (self.rows, self.tokens, self.positions, self.context_lens, self.slots, self.block_tables,
+                 self.temperatures, self.seeds, self.out)  # fmt: skip
         return Lanes(*(part[:count] for part in parts), self.step)
 
 

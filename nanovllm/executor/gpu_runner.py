@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanovllm.executor.decode_graphs import DecodeGraphs
+from nanovllm.executor.decode_graphs import DecodeGraphs, Lanes
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate
 from nanovllm.executor.mixed_graphs import MixedGraphs, MixedInputs, compute_mixed
@@ -54,6 +54,7 @@ class GpuRunner:
         with torch.inference_mode():
             self._graphs.capture()
             self._mixed_graphs.capture()
+            self._keep_tokens(self._begin_lanes((), 1))  # compiled now, not at the first token
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -72,37 +73,48 @@ class GpuRunner:
         return InFlight(lambda: result)
 
     def _launch_decodes(self, plan: StepPlan) -> InFlight:
-        from nanovllm.ops.triton.lanes import begin, keep_tokens
+        lanes = self._begin_lanes(plan.entries, plan.num_steps)
+        self._graphs.run(len(lanes.tokens), plan.num_steps)
+        self._keep_tokens(lanes)
+        download = Download(lanes.out[: len(plan.entries), : plan.num_steps])
+        return InFlight(lambda: self._collect(plan.entries, download))
 
-        entries = plan.entries
-        size = self._graphs.size_for(len(entries))
+    def _begin_lanes(self, entries: tuple[PlanEntry, ...], num_steps: int) -> Lanes:
+        """Point the lanes of a graph at the sequences of a plan; one upload."""
+        from nanovllm.ops.triton.lanes import begin
+
+        count, size = len(entries), self._graphs.size_for(len(entries))
         rows = np.full(size, -1, dtype=np.int32)
-        rows[: len(entries)] = [self._batch.row(entry.seq_id) for entry in entries]
+        rows[:count] = [self._batch.row(entry.seq_id) for entry in entries]
         positions = np.zeros(size, dtype=np.int32)
-        positions[: len(entries)] = [entry.start for entry in entries]
+        positions[:count] = [entry.start for entry in entries]
         tokens = np.full(size, -1, dtype=np.int32)
-        tokens[: len(entries)] = self._batch.known_tokens(rows[: len(entries)], positions[: len(entries)])
+        tokens[:count] = self._batch.known_tokens(rows[:count], positions[:count])
         temperatures, seeds = self._sampling_arrays([entry.seq_id for entry in entries], size)
-        num_blocks = (int(positions.max()) + plan.num_steps) // self.layout.block_size + 1
+        num_blocks = (int(positions.max()) + num_steps) // self.layout.block_size + 1
         num_blocks = min(num_blocks, self._row_tables.shape[1])
         changed, tables = self._take_changed(num_blocks)
-        sent = self._uploader.send([rows, tokens, positions, temperatures, seeds, changed, tables])
-        d_rows, d_tokens, d_positions, d_temperatures, d_seeds, d_changed, d_tables = sent
+        d_rows, d_tokens, d_positions, d_temperatures, d_seeds, d_changed, d_tables = self._uploader.send(
+            [rows, tokens, positions, temperatures, seeds, changed, tables]
+        )
         lanes = self._graphs.lanes.first(size)
+        lanes.rows.copy_(d_rows)
         lanes.temperatures.copy_(d_temperatures)
         lanes.seeds.copy_(d_seeds)
         lanes.step.zero_()
         if len(changed):
             self._row_tables[:, :num_blocks].index_copy_(0, d_changed, d_tables)
         begin(
-            d_rows, d_tokens, d_positions, (self._row_tokens, self._row_tables),
+            lanes.rows, d_tokens, d_positions, (self._row_tokens, self._row_tables),
             (lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables),
             self.layout.block_size, num_blocks,
         )  # fmt: skip
-        self._graphs.run(size, plan.num_steps)
-        keep_tokens(d_rows, lanes.tokens, self._row_tokens)
-        download = Download(lanes.out[: len(entries), : plan.num_steps])
-        return InFlight(lambda: self._collect(entries, download))
+        return lanes
+
+    def _keep_tokens(self, lanes: Lanes) -> None:
+        from nanovllm.ops.triton.lanes import keep_tokens
+
+        keep_tokens(lanes.rows, lanes.tokens, self._row_tokens)
 
     def _launch_mixed(self, plan: StepPlan) -> InFlight:
         entries = tuple(sorted(plan.entries, key=lambda entry: entry.num_new > 1))  # decodes first

@@ -111,7 +111,8 @@ class LocalExecutor:
     def close(self) -> None:
         if hasattr(self, "runner"):
             del self.runner
-            gc.collect()  # captured graphs and their buffers refer to each other; the memory must be free *now*
+            if self.device.is_gpu:
+                gc.collect()  # captured graphs and their buffers refer to each other; the memory must be free *now*
             self.device.release_cached()
 
     def describe(self) -> dict[str, Any]:

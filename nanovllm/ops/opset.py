@@ -13,7 +13,8 @@ import torch
 
 from nanovllm.ops import activation, linear, norm, qk_norm_rope
 
-FEW_ROWS = 2  # up to here a layer's norms, activation and residual sums ride on its linear maps
+FEW_ROWS, FEW_HIDDEN = 2, 2048  # see Ops.fuses_few
+
 
 @dataclass(frozen=True)
 class Ops:
@@ -27,7 +28,11 @@ class Ops:
     gathers_rope: bool  # cosines and sines are gathered once a step for all layers, not by each layer's kernel
 
     def fuses_few(self, x: torch.Tensor) -> bool:
-        return self.gemv is not None and len(x) <= FEW_ROWS and x.dtype != torch.float32
+        """Whether a layer of these tokens [tokens, hidden] had best ride in four GEMVs. Measured on an H200, the four
+        of a layer at one row: 18.8 us fused against 20.7 apart at hidden 1024, but 111 against 101 at hidden 4096, where
+        the matrix products are long enough to hide the norms."""
+        rows, hidden = x.shape
+        return self.gemv is not None and rows <= FEW_ROWS and hidden <= FEW_HIDDEN and x.dtype != torch.float32
 
     def rope_inputs(self, table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return (table.index_select(0, positions), None) if self.gathers_rope else (table, positions)

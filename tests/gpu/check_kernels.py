@@ -54,7 +54,7 @@ def measure(timed: Timed) -> dict:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / len(timed.calls))
     times.sort()
-    result = {"us": round(times[len(times) // 2], 2), "spread": round(times[-1] - times[0], 2)}
+    result = {"us": round(times[len(times) // 2], 2), "best": round(times[0], 2)}
     if timed.flops:
         result["tflops"] = round(timed.flops / result["us"] / 1e6, 1)
         result["share"] = round(result["tflops"] / TFLOPS, 3)
@@ -98,7 +98,7 @@ def report(jobs: list[Job], seconds: float) -> None:
             print(f"{job.name:44s} ok, max error {r['max_error']:.1e}")
         elif r:
             rate = f"{r['tflops']:8.1f} TFLOP/s" if "tflops" in r else f"{r['tbs']:8.2f} TB/s" if "tbs" in r else ""
-            print(f"{job.name:44s} {r['us']:10.2f} us {rate} {r.get('share', 0) * 100:5.1f} %")
+            print(f"{job.name:52s} {r['us']:10.2f} us {rate} {r.get('share', 0) * 100:5.1f} %  best {r['best']:.2f} us")
     record = {
         "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "seconds": round(seconds, 1), "results": {job.name: job.result for job in jobs},

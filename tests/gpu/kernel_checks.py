@@ -192,6 +192,7 @@ def check_gemv() -> float:
         errors.append(max_error(gemv.gemv(x, weight), exact, BF16))
         errors.append(max_error(gemv.gemv(x, weight, bias, residual=residual), exact + bias + residual, BF16))
         normed = norm.rms_norm(x.float(), gain.float(), 1e-6)
+        errors.append(max_error(gemv.gemv(x, weight, norm=(gain, 1e-6)), normed @ weight.float().T, BF16))
         both = torch.cat((weight, rand(n, k, scale=k**-0.5)))
         expected = activation.silu_mul(normed @ both.float().T)
         errors.append(max_error(gemv.gemv(x, both, norm=(gain, 1e-6), gated=True), expected, BF16))

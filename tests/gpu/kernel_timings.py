@@ -3,27 +3,27 @@
 `timing_jobs()` gives (name, build) pairs; build makes the inputs and returns a Timed. Beside the kernels stand their
 peers (SDPA on dense tensors, cuBLAS) and a handful of tile choices each.
 """
+import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from kernel_checks import BF16, DEVICE, FP32, Launch, Tile, paged_cache, rand
+from kernel_checks import BF16, DEVICE, Launch, Tile, paged_cache, rand
 
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import decode_state, gemv, qk_norm_rope
+from nanovllm.ops.triton import gemv
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
-from nanovllm.ops.triton import sampling as t_sampling
 
 L2_BYTES = 160e6  # inputs of a timing exceed this together: three times the cache
-PREFILL_SHAPES = ((8, 2048), (2, 8192), (64, 1024))
-PREFILL_TILES = (
-    Tile(128, 128, 8, 2), Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3, True),
-    Tile(128, 64, 4, 3, True), Tile(64, 128, 4, 2, True), Tile(64, 64, 4, 3),
-)  # fmt: skip
+HEADS, HEAD_DIM = (16, 8), 128  # Qwen3-0.6B
+PREFILL_SHAPES = ((8, 2048), (64, 1024), (2, 8192))
+DECODE_SHAPES = ((256, 840), (64, 1024), (64, 2048), (8, 1024))
+LAYOUTS = tuple(itertools.product((False, True), (16, 64, 256)))  # (stored head by head, block size)
+MIXED = (100, 1580)  # lengths drawn evenly from here instead of one length: 840 on average
 Builds = list[tuple[str, Callable[[], "Timed"]]]
 
 
@@ -36,157 +36,184 @@ class Timed:
     flops: float = 0.0
 
 
-def time_prefill(batch, length, tile, block_size=256, heads=(16, 8), head_dim=128):
+@functools.lru_cache(maxsize=1)
+def shared_cache(batch, length, block_size, by_head, num_kv_heads, copies):
+    """`copies` layers of cache; jobs that differ in the launch only follow each other and share them, so that a
+    difference is not one of where blocks happen to lie."""
+    lens = [length] * batch
+    if length == MIXED:
+        lens = torch.randint(*MIXED, (batch,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [paged_cache(lens, block_size, num_kv_heads, HEAD_DIM, BF16, by_head) for _ in range(copies)]
+
+
+def time_prefill(batch, length, tile, block_size=256, by_head=False, heads=HEADS):
     def build() -> Timed:
-        k, v, lens, tables = paged_cache([length] * batch, block_size, heads[1], head_dim, BF16)
+        k, v, lens, tables = shared_cache(batch, length, block_size, by_head, heads[1], 1)[0]
         starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=DEVICE)
-        q = rand(batch * length, heads[0], head_dim)
+        q = rand(batch * length, heads[0], HEAD_DIM)
         out = torch.empty_like(q)
-        flops = 4 * head_dim * heads[0] * batch * length * (length + 1) / 2
+        flops = 4 * HEAD_DIM * heads[0] * batch * length * (length + 1) / 2
         call = lambda: prefill.prefill_attention(  # noqa: E731
-            q, k, v, starts, lens, tables, head_dim**-0.5, out=out, tile=tile
+            q, k, v, starts, lens, tables, HEAD_DIM**-0.5, out=out, tile=tile
         )
         return Timed([call], flops=flops)
 
     return build
 
 
-def time_sdpa(batch, length, heads=(16, 8), head_dim=128):
+def time_sdpa(batch, length, heads=HEADS):
     def build() -> Timed:
-        q = rand(batch, heads[0], length, head_dim)
-        k, v = rand(batch, heads[1], length, head_dim), rand(batch, heads[1], length, head_dim)
-        flops = 4 * head_dim * heads[0] * batch * length * (length + 1) / 2
+        q = rand(batch, heads[0], length, HEAD_DIM)
+        k, v = rand(batch, heads[1], length, HEAD_DIM), rand(batch, heads[1], length, HEAD_DIM)
+        flops = 4 * HEAD_DIM * heads[0] * batch * length * (length + 1) / 2
         return Timed([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)], flops=flops)
 
     return build
 
 
-def time_decode(batch, length, launch=None, block_size=256, heads=(16, 8), head_dim=128):
+def time_decode(batch, length, launch=None, block_size=64, by_head=False, heads=HEADS):
     def build() -> Timed:
-        num_bytes = batch * length * heads[1] * head_dim * 4
-        layers = [paged_cache([length] * batch, block_size, heads[1], head_dim, BF16)
-                  for _ in range(max(2, int(L2_BYTES // num_bytes) + 1))]  # fmt: skip
-        q = rand(batch, heads[0], head_dim)
+        mean = sum(MIXED) / 2 if length == MIXED else length
+        copies = max(2, int(L2_BYTES // (batch * mean * heads[1] * HEAD_DIM * 4)) + 1)
+        layers = shared_cache(batch, length, block_size, by_head, heads[1], copies)
+        num_bytes = int(layers[0][2].sum()) * heads[1] * HEAD_DIM * 4
+        q = rand(batch, heads[0], HEAD_DIM)
         chosen = launch or decode.launch_for(q, heads[1], 4096)
-        workspace = decode.DecodeWorkspace.allocate(batch, heads[0], chosen.num_splits, head_dim, q.device)
+        workspace = decode.DecodeWorkspace.allocate(batch, heads[0], chosen, HEAD_DIM, q.device)
         out = torch.empty_like(q)
         calls = [lambda layer=layer: decode.decode_attention(
-                     q, layer[0], layer[1], layer[2], layer[3], head_dim**-0.5, chosen, out=out, workspace=workspace)
+                     q, *layer, HEAD_DIM**-0.5, chosen, out=out, workspace=workspace)
                  for layer in layers]  # fmt: skip
         return Timed(calls, num_bytes=num_bytes)
 
     return build
 
 
-def time_linear(rows, n, k, block=None, gated=False, cublas=False):
+def time_linear(rows, n, k, cublas=False):
     def build() -> Timed:
         num_bytes = n * k * 2
         weights = [rand(n, k, scale=k**-0.5) for _ in range(max(2, int(L2_BYTES // num_bytes) + 1))]
-        x, gain, residual = rand(rows, k), rand(k), rand(rows, n)
+        x = rand(rows, k)
         if cublas:
             out = torch.empty(rows, n, dtype=BF16, device=DEVICE)
             return Timed([lambda w=w: torch.mm(x, w.t(), out=out) for w in weights], num_bytes=num_bytes)
-        if gated:
-            calls = [lambda w=w: gemv.gemv(x, w, norm=(gain, 1e-6), gated=True, block=block) for w in weights]
-        else:
-            calls = [lambda w=w: gemv.gemv(x, w, residual=residual, block=block) for w in weights]
-        return Timed(calls, num_bytes=num_bytes)
+        return Timed([lambda w=w: gemv.gemv(x, w) for w in weights], num_bytes=num_bytes)
 
     return build
 
 
-def time_sampling(rows, tiles):
+SHAPES_SMALL = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
+SHAPES_LARGE = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+
+
+def time_layer(rows, shapes, parts, fused):
+    """The linear maps named in `parts` with what stands around them in a layer: fused, or kernel by kernel.
+
+    qkv: norm before it; o and down: residual sum after it (kernel by kernel it is part of the next norm, counted
+    there); gate_up: norm before, silu(gate) * up after.
+    """
+
     def build() -> Timed:
-        logits = [rand(rows, 151936) for _ in range(max(2, int(L2_BYTES // (rows * 151936 * 2)) + 1))]
-        temperatures, seeds = torch.full((rows,), 0.6, device=DEVICE), torch.arange(rows, device=DEVICE)
-        calls = [lambda x=x: t_sampling.sample(x, temperatures, seeds, seeds, tiles_per_program=tiles) for x in logits]
-        return Timed(calls, num_bytes=rows * 151936 * 2)
+        num_bytes = sum(shapes[name][0] * shapes[name][1] * 2 for name in parts)
+        layers = [{name: rand(*shapes[name], scale=shapes[name][1] ** -0.5) for name in parts}
+                  for _ in range(max(2, int(L2_BYTES // num_bytes) + 1))]  # fmt: skip
+        hidden = shapes["qkv"][1]
+        gain, residual, x = rand(hidden), rand(rows, hidden), rand(rows, hidden)
+        heads, middle = rand(rows, shapes["o"][1]), rand(rows, shapes["down"][1])
+
+        def run(weights) -> None:
+            if "qkv" in parts and fused:
+                gemv.gemv(residual, weights["qkv"], norm=(gain, 1e-6))
+            elif "qkv" in parts:
+                gemv.gemv(t_norm.add_rms_norm(x, residual, gain, 1e-6)[0], weights["qkv"])
+            if "o" in parts:
+                gemv.gemv(heads, weights["o"], residual=residual if fused else None, out=residual if fused else x)
+            if "gate_up" in parts and fused:
+                gemv.gemv(residual, weights["gate_up"], norm=(gain, 1e-6), gated=True, out=middle)
+            elif "gate_up" in parts:
+                normed = t_norm.add_rms_norm(x, residual, gain, 1e-6)[0]
+                t_activation.silu_mul(gemv.gemv(normed, weights["gate_up"]), out=middle)
+            if "down" in parts:
+                gemv.gemv(middle, weights["down"], residual=residual if fused else None, out=residual if fused else x)
+
+        return Timed([lambda weights=weights: run(weights) for weights in layers], num_bytes=num_bytes)
 
     return build
 
 
-def time_small(kind, tokens):
-    def build() -> Timed:
-        x, residual, weight, gate_up = rand(tokens, 1024), rand(tokens, 1024), rand(1024), rand(tokens, 6144)
-        if kind == "norm":
-            return Timed([lambda: t_norm.add_rms_norm(x, residual, weight, 1e-6)] * 8, num_bytes=tokens * 1024 * 8)
-        if kind == "silu":
-            return Timed([lambda: t_activation.silu_mul(gate_up)] * 8, num_bytes=tokens * 3072 * 6)
-        if kind == "advance":
-            ints = [torch.ones(tokens, dtype=torch.long, device=DEVICE) for _ in range(5)]
-            tables = torch.zeros(tokens, 64, dtype=torch.int32, device=DEVICE)
-            out, step = torch.zeros(tokens, 16, dtype=torch.long, device=DEVICE), ints[4][:1].int()
-            return Timed([lambda: decode_state.advance(*ints, tables, out, step, 64)] * 8)
-        qkv, cos_sin = rand(tokens, 32 * 128), rand(4096, 128, dtype=FP32)
-        positions, slots = torch.arange(tokens, device=DEVICE) % 4096, torch.randperm(tokens, device=DEVICE)
-        cache = torch.zeros(2, -(-tokens // 256), 256, 8, 128, dtype=BF16, device=DEVICE)
-        weights = (rand(128), rand(128))
-        call = lambda: qk_norm_rope.qk_norm_rope(  # noqa: E731
-            qkv, weights, 1e-6, cos_sin, positions, cache[0], cache[1], slots, 16
-        )
-        return Timed([call] * 8, num_bytes=tokens * 4096 * 4)
-
-    return build
+def name_of(batch, length, by_head, block_size) -> str:
+    return f"{batch}x{'mixed' if length == MIXED else length} {'HND' if by_head else 'NHD'} bs{block_size}"
 
 
 def prefill_jobs() -> Builds:
+    """Layouts and block sizes by the rule, then tiles at one layout, then a short prompt."""
     jobs: Builds = []
-    for tile, (batch, length) in itertools.product(PREFILL_TILES, PREFILL_SHAPES):
-        label = f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{' tma' if tile.use_desc else ''}"
-        jobs.append((f"prefill {batch}x{length} {label}", time_prefill(batch, length, tile)))
-    for batch, length in PREFILL_SHAPES:
-        jobs.append((f"prefill {batch}x{length} SDPA dense", time_sdpa(batch, length)))
-    jobs.append(("prefill 8x2048 bs16", time_prefill(8, 2048, Tile(128, 64, 8, 3), 16)))
-    jobs.append(("prefill 8x2048 bs64", time_prefill(8, 2048, Tile(128, 64, 8, 3), 64)))
-    jobs.append(("prefill 8x2048 bs64 tma", time_prefill(8, 2048, Tile(128, 64, 8, 3, True), 64)))
-    jobs.append(("prefill 2x8192 32/8 heads", time_prefill(2, 8192, Tile(128, 128, 8, 2, True), 256, (32, 8))))
-    jobs.append(("prefill 1x1024", time_prefill(1, 1024, None)))
+    for (batch, length), (by_head, block_size) in itertools.product(PREFILL_SHAPES, LAYOUTS):
+        name = f"prefill {name_of(batch, length, by_head, block_size)} rule"
+        jobs.append((name, time_prefill(batch, length, None, block_size, by_head)))
+    tiles = [Tile(128, 64, 4, 2, True, True), Tile(128, 64, 4, 3, True), Tile(128, 64, 4, 3, True, True)]
+    tiles += [Tile(64, 64, 4, 2, True, True), Tile(64, 64, 4, 3, True), Tile(128, 128, 8, 2, True, True)]
+    for (batch, length), tile in itertools.product((*PREFILL_SHAPES, (1, 1024)), (None, *tiles)):
+        label = "rule" if tile is None else (
+            f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{' one' if tile.one_loop else ''}")
+        jobs.append((f"prefill {batch}x{length} tile {label}", time_prefill(batch, length, tile, 64)))
+    for tile, (batch, length) in itertools.product((Tile(128, 64, 8, 3), Tile(128, 64, 4, 2)), PREFILL_SHAPES[:2]):
+        name = f"prefill {batch}x{length} NHD bs16 128x64 w{tile.num_warps} s{tile.num_stages}"
+        jobs.append((name, time_prefill(batch, length, tile, 16)))
+    jobs += [(f"prefill {batch}x{length} SDPA dense", time_sdpa(batch, length)) for batch, length in PREFILL_SHAPES]
+    jobs.append(("prefill 2x8192 rule 32/8 heads", time_prefill(2, 8192, None, 64, False, (32, 8))))
     return jobs
 
 
 def decode_jobs() -> Builds:
-    options = {
-        (256, 840): [None, Launch(1, 32, 2, 3), Launch(2, 32, 2, 3), Launch(1, 64, 4, 2), Launch(2, 64, 4, 3)],
-        (64, 1024): [None, Launch(2, 32, 2, 3), Launch(8, 32, 2, 3), Launch(4, 64, 4, 3), Launch(4, 32, 2, 3, True)],
-        (64, 2048): [None, Launch(2, 32, 2, 3), Launch(8, 32, 2, 3), Launch(8, 64, 4, 3)],
-        (8, 1024): [None, Launch(16, 64, 4, 3), Launch(8, 64, 4, 3), Launch(16, 32, 2, 3), Launch(16, 64, 4, 3, True)],
-        (1, 1024): [None, Launch(16, 64, 4, 3), Launch(16, 64, 4, 3, True), Launch(16, 32, 2, 3, True),
-                    Launch(16, 64, 2, 2)],
-        (1, 4000): [None, Launch(32, 64, 4, 3), Launch(64, 64, 4, 3, True)],
-    }  # fmt: skip
+    """Layouts and block sizes by the rule, beside what it was before (one tile in flight); then other launches."""
+    splits = {(256, 840): 1, (64, 1024): 4, (64, 2048): 4, (8, 1024): 16, (256, MIXED): 1}
+    others = [Launch(1, 32, 2, 4), Launch(1, 64, 4, 2), Launch(1, 64, 4, 3), Launch(1, 16, 1, 3), Launch(1, 16, 1, 4),
+              Launch(1, 32, 1, 3), Launch(1, 32, 2, 3, max_registers=128)]  # fmt: skip
     jobs: Builds = []
-    for (batch, length), launches in options.items():
-        for launch in launches:
-            label = "rule" if launch is None else (
-                f"s{launch.num_splits} n{launch.block_n} w{launch.num_warps} st{launch.num_stages}"
-                f"{' fused' if launch.fused_merge else ''}")  # fmt: skip
-            jobs.append((f"decode {batch}x{length} {label}", time_decode(batch, length, launch)))
-    jobs.append(("decode 256x840 bs16 rule", time_decode(256, 840, None, 16)))
+    for (batch, length), (by_head, block_size) in itertools.product((*DECODE_SHAPES, (256, MIXED)), LAYOUTS):
+        launches: list[Launch | None] = [None]
+        count = splits[batch, length]
+        if length == 840:
+            launches.append(Launch(count, 32, 2, 2, ahead=False))
+        if block_size == 64 and (batch, length) in ((256, 840), (64, 1024)):
+            launches += [replace(launch, num_splits=count) for launch in others]
+        if block_size == 64 and by_head:
+            launches += [Launch(count * 2), Launch(max(count // 2, 1))] if count > 1 else [Launch(2)]
+        if block_size == 64 and by_head and batch == 8:
+            launches += [Launch(count, fused_merge=True), Launch(8, 64, 4, 3), Launch(16, 64, 4, 2)]
+        for launch in dict.fromkeys(launches):
+            name = f"decode {name_of(batch, length, by_head, block_size)} {label_of(launch)}"
+            jobs.append((name, time_decode(batch, length, launch, block_size, by_head)))
+    for launch in (None, Launch(8), Launch(16, 64, 4, 3), Launch(16, 16, 1, 3), Launch(16, fused_merge=True)):
+        jobs.append((f"decode 1x1024 HND bs64 {label_of(launch)}", time_decode(1, 1024, launch, 64, True)))
     return jobs
+
+
+def label_of(launch: Launch | None) -> str:
+    if launch is None:
+        return "rule"
+    label = f"s{launch.num_splits} n{launch.block_n} w{launch.num_warps} st{launch.num_stages}"
+    label += f" r{launch.max_registers}" if launch.max_registers else ""
+    return label + ("" if launch.ahead else " not ahead") + (" fused" if launch.fused_merge else "")
 
 
 def linear_jobs() -> Builds:
     jobs: Builds = []
-    small = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
-    small["head"] = (151936, 1024)
-    large = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-    for model, shapes in (("0.6B", small), ("8B", large)):
-        for name, (n, k) in shapes.items():
-            gated = name == "gate_up"
-            for rows in (1, 2, 4, 8) if name in ("qkv", "o", "down") or model == "8B" else (1, 4):
-                jobs.append((f"linear {model} {name} m{rows} gemv", time_linear(rows, n, k, None, gated)))
-                jobs.append((f"linear {model} {name} m{rows} cuBLAS", time_linear(rows, n, k, cublas=True)))
-            for block in ((1, 512), (1, 1024), (1, 2048), (2, 512), (2, 1024), (4, 512)):
-                label = f"linear {model} {name} m1 {block[0]}x{block[1]}"
-                jobs.append((label, time_linear(1, n, k, block, gated)))
+    for model, shapes in (("0.6B", SHAPES_SMALL), ("8B", SHAPES_LARGE)):
+        for name, shape in {**shapes, "head": (151936, shapes["qkv"][1])}.items():
+            jobs.append((f"linear {model} {name} m1 gemv", time_linear(1, *shape)))
+            for rows in (2, 4) if name in ("gate_up", "head") else ():
+                jobs.append((f"linear {model} {name} m{rows} gemv", time_linear(rows, *shape)))
+                jobs.append((f"linear {model} {name} m{rows} cuBLAS", time_linear(rows, *shape, cublas=True)))
+        groups = [(name, (name,)) for name in shapes] + [("all four", tuple(shapes))]
+        for (name, parts), rows, fused in itertools.product(groups, (1, 2), (True, False)):
+            if rows > 1 and len(parts) == 1:
+                continue
+            label = f"layer {model} {name} m{rows} {'fused' if fused else 'apart'}"
+            jobs.append((label, time_layer(rows, shapes, parts, fused)))
     return jobs
 
 
 def timing_jobs() -> Builds:
-    jobs = prefill_jobs() + decode_jobs() + linear_jobs()
-    for rows, tiles in ((256, 1), (256, 2), (256, 4), (64, 4), (1, 1), (1, 4)):
-        jobs.append((f"sampling {rows}x151936 t{tiles}", time_sampling(rows, tiles)))
-    for kind, tokens in itertools.product(("norm", "silu", "rope"), (1, 256, 16384)):
-        jobs.append((f"{kind} {tokens}", time_small(kind, tokens)))
-    jobs.append(("advance 256", time_small("advance", 256)))
-    return jobs
+    return prefill_jobs() + decode_jobs() + linear_jobs()

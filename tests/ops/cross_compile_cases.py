@@ -19,6 +19,7 @@ from nanovllm.ops.triton import (
     decode_attention,
     decode_state,
     gemv,
+    lanes,
     norm,
     prefill_attention,
     qk_norm_rope,
@@ -113,6 +114,7 @@ def small_cases(dtype: str) -> dict:
                     "TILE": 256}  # fmt: skip
     rows = [d, "*fp32", "*i64", "*i32", "*fp32"]
     state = ["*i64", "*i64", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 5
+    lane_types = ["*i32"] * 3 + ["*i64", "*i32", "*i64", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 3
     plain = {
         "norm": (norm.norm_kernel, [d] * 5 + ["i32", "i32", "fp32"], norm_consts),
         "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32"], {"TILE": 1024}),
@@ -120,6 +122,8 @@ def small_cases(dtype: str) -> dict:
         "sample tiles": (sampling.tile_kernel, [*rows, "i32", "i32", "i32"], {"TILE": 2048, "TILES": 4}),
         "sample pick": (sampling.pick_kernel, [*rows, "*i64", "i32", "i32", "i32"], {"TILE": 2048, "ALL_TILES": 128}),
         "advance": (decode_state.advance_kernel, state, {"BLOCK_SIZE": 16, "TILE": 256}),
+        "begin": (lanes.begin_kernel, lane_types, {"BLOCK_SIZE": 16, "TILE": 128}),
+        "keep": (lanes.keep_kernel, ["*i32", "*i64", "*i64", "i32"], {"TILE": 256}),
     }
     return {f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch))
             for name, case in plain.items()}  # fmt: skip

@@ -146,9 +146,10 @@ def attention_lens(block_size: int, tile: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "window"), [(16, None), (32, None), (64, None), (48, None), (16, 33), (64, 33), (32, 1)]
-)
-@pytest.mark.parametrize("one_loop", [False, True])
+    ("block_size", "window", "one_loop"),
+    [(16, None, True), (32, None, False), (64, None, True), (64, None, False), (48, None, False),
+     (16, 33, False), (64, 33, False), (64, 33, True), (32, 1, True), (32, 1, False)],
+)  # fmt: skip
 def test_prefill_boundaries(block_size, window, one_loop):
     """Whole prompts, chunks after a prefix and decodes in one launch, with an empty sequence and padding among them."""
     block_n = 32
@@ -180,6 +181,20 @@ def test_prefill_group_larger_than_tile():
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
+@pytest.mark.parametrize("num_decodes", [1, 15, 16, 17, 40])
+def test_prefill_after_decodes(num_decodes):
+    """Rows before the first sequence's queries are somebody else's."""
+    cache = Cache([20, 5], 16, 1, 16, torch.float32)
+    q = torch.randn(num_decodes + 12, 2, 16)
+    starts = torch.tensor([num_decodes, num_decodes + 7, num_decodes + 12], dtype=torch.int32)
+    args = (cache.k, cache.v)
+    rest = (cache.lens, cache.tables, 0.25)
+    out = torch.full_like(q, 7.0)
+    prefill.prefill_attention(q, *args, starts, *rest, out=out, tile=prefill.PrefillTile(32, 16, 4, 1))
+    close(out[num_decodes:], paged_attention_reference(q[num_decodes:], *args, starts - num_decodes, *rest))
+    assert (out[:num_decodes] == 7.0).all()
+
+
 @pytest.mark.parametrize(("by_head", "one_loop"), [(False, False), (False, True), (True, False), (True, True)])
 def test_prefill_descriptors(by_head, one_loop):
     """The copy-engine path reads whole tiles only; what lies behind the context in the last block may be NaN."""
@@ -192,11 +207,10 @@ def test_prefill_descriptors(by_head, one_loop):
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
-@pytest.mark.parametrize(("num_splits", "fused_merge"), [(1, False), (2, False), (3, True), (5, False), (17, False)])
+@pytest.mark.parametrize(("num_splits", "fused_merge"), [(1, False), (2, False), (3, True), (5, False)])
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (16, 1), (32, 70)])
 def test_decode_boundaries(num_splits, block_size, window, fused_merge):
     lens = [0, 1, 16, 17, 63, 64, 65, 129, 200, 0]
-    lens += [1100] if num_splits > decode.MERGE_TILE else []  # 17 parts: two rounds of the merge
     by_head = num_splits in (2, 3)
     cache = Cache(lens, block_size, 2, 16, torch.float32, by_head)
     q = torch.randn(len(lens), 6, 16)
@@ -213,6 +227,17 @@ def test_decode_boundaries(num_splits, block_size, window, fused_merge):
         close(got, expected)
     assert workspace.counters.sum() == 0
     assert torch.equal(got[0], torch.zeros_like(got[0]))
+
+
+@pytest.mark.parametrize("num_splits", [decode.MERGE_TILE - 1, decode.MERGE_TILE, decode.MERGE_TILE + 1])
+@pytest.mark.parametrize("fused_merge", [False, True])
+def test_decode_merges_many_parts(num_splits, fused_merge):
+    lens = [64 * num_splits, 64 * num_splits - 63, 70]
+    cache = Cache(lens, 64, 1, 16, torch.float32)
+    q = torch.randn(3, 2, 16)
+    launch = decode.DecodeLaunch(num_splits, 64, fused_merge=fused_merge)
+    expected = paged_attention_reference(q, cache.k, cache.v, torch.arange(4), cache.lens, cache.tables, 0.3)
+    close(decode.decode_attention(q, cache.k, cache.v, cache.lens, cache.tables, 0.3, launch), expected)
 
 
 @pytest.mark.parametrize(("head_dim", "group", "dtype"), [*HEADS, (64, 17, torch.bfloat16)])

@@ -186,7 +186,7 @@ def prefill_kernel(
     head = tl.program_id(0) % NUM_KV_HEADS
     tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
     seq, query_start, num_queries, first_query = _find_tile(query_starts_ptr, tile, num_seqs, BLOCK_Q)
-    if first_query >= num_queries:
+    if (first_query < 0) | (first_query >= num_queries):
         return
 
     row = tl.arange(0, BLOCK_M)
@@ -287,7 +287,8 @@ def prefill_attention(
 ) -> torch.Tensor:
     """q [tokens, num_q_heads, head_dim] flattened over sequences; arguments as in `paged_attention_reference`.
 
-    query_starts int32 [num_seqs + 1], context_lens int32 [num_seqs], block_tables int32 [num_seqs, max_blocks].
+    query_starts int32 [num_seqs + 1], context_lens int32 [num_seqs], block_tables int32 [num_seqs, max_blocks]. Rows
+    of q before query_starts[0] belong to others (the decodes of a mixed step): they are neither read nor written.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
