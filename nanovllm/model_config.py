@@ -137,7 +137,7 @@ def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | N
             raise ModelError(f"config.json: layer_types={layer_types!r} does not fit {num_layers} attention layers")
         windowed = tuple(kind == "sliding_attention" for kind in layer_types)
     elif config.get("model_type", "") in ("qwen2", "qwen3", "qwen3_moe"):
-        first = positive_int(config, "max_window_layers") if config.get("max_window_layers") else 0
+        first = positive_int(config, "max_window_layers", 28) if config.get("max_window_layers") != 0 else 0
         windowed = tuple(bool(config.get("use_sliding_window")) and i >= first for i in range(num_layers))
     else:
         windowed = (window is not None,) * num_layers

@@ -29,8 +29,8 @@ class Ops:
 
     def fuses_few(self, x: torch.Tensor) -> bool:
         """Whether a layer of these tokens [tokens, hidden] had best ride in four GEMVs. Measured on an H200, the four
-        of a layer at one row: 18.8 us fused against 20.7 apart at hidden 1024, but 111 against 101 at hidden 4096, where
-        the matrix products are long enough to hide the norms."""
+        of a layer at one row: 18.8 us fused against 20.7 apart at hidden 1024, but 111 against 101 at hidden 4096,
+        where the matrix products are long enough to hide the norms."""
         rows, hidden = x.shape
         return self.gemv is not None and rows <= FEW_ROWS and hidden <= FEW_HIDDEN and x.dtype != torch.float32
 

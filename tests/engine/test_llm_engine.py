@@ -202,8 +202,8 @@ def test_a_step_that_raises_ends_its_requests_only(
     make_llm: MakeLLM, llama: TinyModel, monkeypatch: pytest.MonkeyPatch, call: int, after: bool
 ) -> None:
     engine = make_llm(max_num_seqs=4).engine
-    for i, prompt in enumerate(llama.prompts):
-        engine.add_request(str(i), prompt, GREEDY)
+    for i in reversed(range(len(llama.prompts))):  # long ones first: the failed step should have filled whole blocks
+        engine.add_request(str(i), llama.prompts[i], GREEDY)
     fail_on(monkeypatch, engine, call, RuntimeError("the device caught fire"), after)
     final = {request_id: outputs[-1] for request_id, outputs in drain(engine).items()}
     assert len(final) == len(llama.prompts)

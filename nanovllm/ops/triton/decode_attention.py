@@ -13,23 +13,31 @@ softmaxes over its parts, since acc_i / l_i is weighted by l_i exp(m_i) = exp(L_
 
     out = sum_i w_i (acc_i / l_i),   w_i = exp(L_i - max L) / sum_j exp(L_j - max L).
 
-Merge either in a second kernel, one program a (row, head), or in the program that finishes last: each adds one to a
-counter when its part is written, and the one that finds the others done merges and resets the counter.
+A second kernel merges, one program a (row, head). Merging in the program that happens to finish last (a counter, an
+atomic addition) was no faster: 18.7 against 18.1 us at 8 rows x 1024 keys, 8.0 against 8.1 at 1 x 1024.
 
 Fix the grid. A captured graph replays one launch for every context length, so the grid depends on batch and num_splits
 only; lengths are read on the device. A split is at least MIN_KEYS long, so short contexts use fewer splits and the rest
 return at once. A row with context 0 is graph padding: all its splits are empty and its output is zero.
 
-Keep the memory busy. A program computes on one tile of keys while the next is copied to shared memory. Left to itself,
-Triton's pipeliner spends its stages on the chain "page id, then keys": at num_stages 2 or 3 there is one buffer, and a
-copy is issued only when the arithmetic before it is done (H200, 256 rows x 840 keys, 8 kv heads x 128: 3.75 TB/s, 84 %
-of a plain read). So page ids are carried round the loop, loaded one tile ahead (`ahead`): then the pipeliner sees keys
-with known addresses, and num_stages - 1 tiles are really in flight. The rest of the latency is hidden by other programs
-of the multiprocessor, so registers count: without `ahead`, blocks of 16 slots compile to 118 registers a thread (8
-programs of 2 warps live on a multiprocessor) and reached 4.22 TB/s, blocks of 256 to 145 (6 programs) and the 3.75.
+Keep the memory busy. A program computes on one tile of keys while the next is copied to shared memory, and other
+programs of the multiprocessor hide the rest of the latency. Page ids are carried round the loop, loaded one tile ahead:
+then the pipeliner sees keys with known addresses, instead of spending a stage on the chain "page id, then keys".
 
-Strides are arguments, so a block may be stored slot by slot ([block_size, heads, head_dim]) or head by head ([heads,
-block_size, head_dim], passed as a transposed view): in the second a program reads long contiguous runs.
+Measured on an H200 (bf16, 16/8 heads x 128, blocks of 64 slots; share of a plain read's 4.46 TB/s):
+
+    keys a tile, warps, stages      256 rows x 840 keys     64 x 1024, 4 splits
+    64, 4, 2 (the default)            209.7 us  94.2 %         74.4 us  80.9 %
+    64, 4, 3                          208.0 us  95.0 %         75.5 us  79.7 %
+    32, 2, 4                          208.6 us  94.7 %         75.9 us  79.3 %
+    32, 2, 3                      209 to 233 us                75.0 us  80.3 %
+    32, 1, 3                          216.4 us  91.3 %         80.4 us  74.9 %
+    16, 1, 3                          213.6 us  92.4 %         73.8 us  81.6 %
+    16, 1, 4                          223.4 us  88.4 %         78.5 us  76.7 %
+    32, 2, 2, page ids not ahead      210.8 us  93.7 %
+
+A limit of 128 registers a thread changed nothing. Nor did blocks stored head by head ([heads, block_size, head_dim]):
+strides are arguments, so such a cache works, as a transposed view, but it is not faster.
 
 One compilation serves every batch and context: what varies from step to step (num_splits, table width) is an argument
 that Triton does not specialise on. A compilation in the middle of a run costs half a second.
@@ -47,7 +55,7 @@ from nanovllm.ops.triton.prefill_attention import key_offsets, page_ids, softmax
 
 MIN_KEYS = 64  # a split shorter than this costs more to merge than it saves
 MAX_SPLITS = 64
-MERGE_TILE = 16  # parts that a merge adds at a time
+MERGE_TILE = 16  # parts that the merge adds at a time
 
 
 @triton.jit
@@ -60,43 +68,14 @@ def split_range(context_len, num_splits, WINDOW: tl.constexpr, STEP: tl.constexp
     return begin, tl.maximum(per_split, STEP)
 
 
-@triton.jit
-def merge_parts(
-    parts_ptr, logsums_ptr, out_ptr, row_head, num_splits, num_used,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Weighted mean of one (row, q head)'s first num_used parts, TILE at a time, with the recurrence of the online
-    softmax. ".cg" reads past the L1, where a part may be stale."""
-    d = tl.arange(0, D)
-    peak = tl.full([1], LOWEST, tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([D], tl.float32)
-    for first in tl.range(0, num_used, TILE):
-        s = first + tl.arange(0, TILE)
-        used = s < num_used
-        logsum = tl.load(logsums_ptr + row_head * num_splits + s, mask=used, other=LOWEST, cache_modifier=".cg")
-        offsets = (row_head * num_splits + s)[:, None] * HEAD_DIM + d[None, :]
-        inside = used[:, None] & (d[None, :] < HEAD_DIM)
-        part = tl.load(parts_ptr + offsets, mask=inside, other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, tl.max(logsum, axis=0))
-        weight = tl.where(used, tl.exp2(logsum - new_peak), 0.0)
-        shrink = tl.exp2(peak - new_peak)
-        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
-        total = total * shrink + tl.sum(weight, axis=0)
-        peak = new_peak
-    out = acc / tl.maximum(total, 1e-30)
-    tl.store(out_ptr + row_head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=["context_lens_ptr", "tables_ptr"]
 )
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, logsums_ptr, counters_ptr, context_lens_ptr, tables_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, logsums_ptr, context_lens_ptr, tables_ptr,
     scale, q_stride, block_stride, slot_stride, head_stride, table_stride, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
-    FUSED_MERGE: tl.constexpr, MERGE_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % NUM_KV_HEADS
     row = (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64)
@@ -120,11 +99,8 @@ def decode_kernel(
     acc = tl.zeros([ROWS, D], tl.float32)
     pages = page_ids(table_ptr, lo, hi, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
-        if not AHEAD:
-            pages = page_ids(table_ptr, start, hi, BLOCK_SIZE, BLOCK_N)
         offsets = key_offsets(pages, start, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + d
-        if AHEAD:
-            pages = page_ids(table_ptr, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
+        pages = page_ids(table_ptr, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
         n = start + tl.arange(0, BLOCK_N)
         visible = n < hi
         if WINDOW > 0:
@@ -143,28 +119,36 @@ def decode_kernel(
         part = row_head * num_splits + split
         tl.store(parts_ptr + part[:, None] * HEAD_DIM + d, result, mask=inside)
         tl.store(logsums_ptr + part, peak + tl.log2(tl.maximum(total, 1e-30)), mask=g < GROUP)
-        if FUSED_MERGE:
-            num_used = tl.maximum(tl.cdiv(context_len - begin, per_split), 1)
-            tl.debug_barrier()  # all warps have stored before one thread says so
-            counter = counters_ptr + tl.program_id(0)
-            if tl.atomic_add(counter, 1, sem="acq_rel") == num_used - 1:
-                tl.debug_barrier()
-                for i in tl.static_range(GROUP):
-                    one = (row * NUM_KV_HEADS + head) * GROUP + i
-                    merge_parts(parts_ptr, logsums_ptr, out_ptr, one, num_splits, num_used, HEAD_DIM, D, MERGE_TILE)
-                tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["context_lens_ptr"])
 def merge_kernel(
     parts_ptr, logsums_ptr, out_ptr, context_lens_ptr, num_splits, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, MERGE_TILE: tl.constexpr,
+    D: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Weighted mean of one (row, q head)'s parts, TILE at a time, with the recurrence of the online softmax."""
     row_head = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row_head // NUM_Q_HEADS)
     begin, per_split = split_range(context_len, num_splits, WINDOW, STEP)
     num_used = tl.maximum(tl.cdiv(context_len - begin, per_split), 1)
-    merge_parts(parts_ptr, logsums_ptr, out_ptr, row_head, num_splits, num_used, HEAD_DIM, D, MERGE_TILE)
+    d = tl.arange(0, D)
+    peak = tl.full([1], LOWEST, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([D], tl.float32)
+    for first in tl.range(0, num_used, TILE):
+        s = first + tl.arange(0, TILE)
+        used = s < num_used
+        logsum = tl.load(logsums_ptr + row_head * num_splits + s, mask=used, other=LOWEST)
+        offsets = (row_head * num_splits + s)[:, None] * HEAD_DIM + d[None, :]
+        part = tl.load(parts_ptr + offsets, mask=used[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+        new_peak = tl.maximum(peak, tl.max(logsum, axis=0))
+        weight = tl.where(used, tl.exp2(logsum - new_peak), 0.0)
+        shrink = tl.exp2(peak - new_peak)
+        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        peak = new_peak
+    out = acc / tl.maximum(total, 1e-30)
+    tl.store(out_ptr + row_head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @dataclass(frozen=True)
@@ -172,21 +156,18 @@ class DecodeLaunch:
     """What is fixed when a graph is captured. Every field but num_splits is a compilation of its own."""
 
     num_splits: int
-    block_n: int = 32
-    num_warps: int = 2
-    num_stages: int = 3
-    ahead: bool = True
-    fused_merge: bool = False
-    max_registers: int | None = None  # a thread, to let more programs live on a multiprocessor
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
 
 
 def choose_launch(batch: int, num_kv_heads: int, max_context_len: int, num_sms: int) -> DecodeLaunch:
     """Enough programs to fill the card about four times over, no split under MIN_KEYS of the longest context.
 
-    About 4 programs of 2 warps live on a multiprocessor at once. One round of them leaves the card half empty while the
-    longest rows finish (64 rows x 8 heads in one round: 8,650 tok/s at context 2,000 against 9,500 wanted), so
-    the aim is 16 a multiprocessor. At batch 256 with 8 kv heads that is no split at all. Splits are a power of two, so
-    that the graphs of neighbouring batch sizes add in the same order.
+    One round of programs leaves the card half empty while the longest rows finish, and too many parts cost their merge:
+    64 rows x 2048 keys took 146, 137 and 140 us with 2, 4 and 8 splits, 64 x 1024 78, 76 and 78 us (8 kv heads), so
+    the aim is 16 a multiprocessor. At batch 256 that is no split at all (840 keys: 212 us, in two splits 220). Splits
+    are a power of two, so that the graphs of neighbouring batch sizes add in the same order.
     """
     wanted = 16 * num_sms // (batch * num_kv_heads)
     longest = max(1, max_context_len // MIN_KEYS)
@@ -203,32 +184,26 @@ def fit_launch(launch: DecodeLaunch, head_dim: int, element_size: int, arch: tup
     if element_size == 4 or arch < (8, 0):  # no tensor cores: the product's operands lie in registers
         return replace(launch, block_n=16, num_warps=4, num_stages=1)
     limit = 160 * 1024 if arch in ((8, 0), (9, 0), (10, 0)) else 80 * 1024
-    block_n, stages = launch.block_n, launch.num_stages
-    while 2 * block_n * d * element_size * stages > limit and (stages > 2 or block_n > 32):
-        block_n, stages = (block_n, stages - 1) if stages > 2 else (block_n // 2, stages)
-    return replace(launch, block_n=block_n, num_stages=stages)
+    block_n = launch.block_n
+    while 2 * block_n * d * element_size * launch.num_stages > limit and block_n > 16:
+        block_n //= 2
+    return replace(launch, block_n=block_n)
 
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results of the splits, fp32, and the counters of the fused merge (zero before and after every launch).
-
-    `allocate` is for one launch and clears memory only if counters are used; inside a captured graph it costs nothing
-    otherwise, because the graph's pool hands out the same memory layer after layer.
-    """
+    """Partial results of the splits, fp32. Inside a captured graph `allocate` costs nothing: the graph's pool hands out
+    the same memory layer after layer."""
 
     parts: torch.Tensor
     logsums: torch.Tensor
-    counters: torch.Tensor
 
     @staticmethod
     def allocate(batch: int, num_q_heads: int, launch: DecodeLaunch, head_dim: int, device) -> DecodeWorkspace:
         rows = batch * num_q_heads * launch.num_splits if launch.num_splits > 1 else 0
         parts = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
         logsums = torch.empty(rows, dtype=torch.float32, device=device)
-        if not launch.fused_merge:
-            return DecodeWorkspace(parts, logsums, torch.empty(0, dtype=torch.int32, device=device))
-        return DecodeWorkspace(parts, logsums, torch.zeros(batch * num_q_heads, dtype=torch.int32, device=device))
+        return DecodeWorkspace(parts, logsums)
 
 
 def decode_attention(
@@ -260,18 +235,17 @@ def decode_attention(
     splits = launch.num_splits
     workspace = workspace or DecodeWorkspace.allocate(batch, num_q_heads, launch, head_dim, q.device)
     shared = {"HEAD_DIM": head_dim, "D": next_power_of_2(head_dim), "STEP": max(MIN_KEYS, launch.block_n),
-              "WINDOW": window or 0, "MERGE_TILE": MERGE_TILE}  # fmt: skip
+              "WINDOW": window or 0}  # fmt: skip
     decode_kernel[(batch * num_kv_heads, splits)](
-        q, k_cache, v_cache, out, workspace.parts, workspace.logsums, workspace.counters, context_lens, block_tables,
+        q, k_cache, v_cache, out, workspace.parts, workspace.logsums, context_lens, block_tables,
         scale * LOG2E, q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         splits, NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=max(16, next_power_of_2(group)), BLOCK_SIZE=block_size,
-        BLOCK_N=launch.block_n, AHEAD=launch.ahead, FUSED_MERGE=launch.fused_merge, **shared,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.max_registers,
+        BLOCK_N=launch.block_n, **shared, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    if splits > 1 and not launch.fused_merge:
+    if splits > 1:
         merge_kernel[(batch * num_q_heads,)](
             workspace.parts, workspace.logsums, out, context_lens, splits, NUM_Q_HEADS=num_q_heads, **shared,
-            num_warps=2,
+            TILE=MERGE_TILE, num_warps=2,
         )  # fmt: skip
     return out
 
