@@ -164,8 +164,9 @@ def test_rope_config_can_be_read_alone() -> None:
         ({"model_type": "qwen2", "sliding_window": 32}, None, "0000"),
         ({**QWEN, "sliding_window": 32, "max_window_layers": 3}, 32, "0001"),
         ({**QWEN, "sliding_window": 32, "max_window_layers": 4}, None, "0000"),
-        ({**QWEN, "sliding_window": 32, "max_window_layers": None}, 32, "1111"),
-        ({**QWEN, "sliding_window": 32, "model_type": "qwen3"}, 32, "1111"),
+        ({**QWEN, "sliding_window": 32, "max_window_layers": 0}, 32, "1111"),
+        ({**QWEN, "sliding_window": 32, "max_window_layers": None}, None, "0000"),  # transformers' default is 28
+        ({**QWEN, "sliding_window": 32, "model_type": "qwen3"}, None, "0000"),
         ({"sliding_window": 32, "layer_types": ["full_attention"] * 4}, None, "0000"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"] * 2}, 32, "0101"),
     ],

@@ -40,7 +40,7 @@ class AttentionBatch:
 
     query_lens: list[int]
     context_lens: list[int]
-    blocks: list[slice | torch.Tensor]  # per sequence, to index the cache with: a slice (a view) where blocks adjoin
+    spans: list[slice | torch.Tensor]  # per sequence: one slice of slots where its blocks adjoin, else its block ids
     device_query_starts: torch.Tensor  # int32 [sequences + 1]
     device_context_lens: torch.Tensor  # int32 [sequences]
     device_block_tables: torch.Tensor  # int32 [sequences, most blocks of any]

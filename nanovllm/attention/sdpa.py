@@ -29,23 +29,23 @@ class SdpaBackend:
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
-        out = torch.empty_like(q)
+        k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, kv_heads, head_dim]
+        outputs = []
         start = 0
-        for num_new, context_len, blocks in zip(batch.query_lens, batch.context_lens, batch.blocks):
-            stop = start + num_new
-            keys = k_cache[blocks].flatten(0, 1)[:context_len]
-            values = v_cache[blocks].flatten(0, 1)[:context_len]
-            if num_new == 1:
-                out[start:stop] = self._decode(q[start], keys, values, spec)
+        for num_new, context_len, span in zip(batch.query_lens, batch.context_lens, batch.spans):
+            if isinstance(span, slice):
+                keys, values = k_slots[span], v_slots[span]
             else:
-                out[start:stop] = self._prefill(q[start:stop], keys, values, spec)
-            start = stop
-        return out
+                keys, values = (c.index_select(0, span).flatten(0, 1)[:context_len] for c in (k_cache, v_cache))
+            attend = self._decode if num_new == 1 else self._prefill
+            outputs.append(attend(q[start : start + num_new], keys, values, spec))
+            start += num_new
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         if spec.window is not None:
             keys, values = keys[-spec.window :], values[-spec.window :]
-        packed = q.view(1, spec.num_kv_heads, -1, spec.head_dim)  # [1, kv_heads, group, head_dim]
+        packed = q.unflatten(1, (spec.num_kv_heads, -1))  # [1, kv_heads, group, head_dim]
         out = self._sdpa(packed, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], spec)
         return out.reshape(1, spec.num_heads, spec.head_dim)
 

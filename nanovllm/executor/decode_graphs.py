@@ -101,7 +101,7 @@ class DecodeGraphs:
         batch = AttentionBatch(
             query_lens=[1] * size,
             context_lens=[],
-            blocks=[],
+            spans=[],
             device_query_starts=self._arange[: size + 1],
             device_context_lens=lanes.context_lens,
             device_block_tables=lanes.block_tables,

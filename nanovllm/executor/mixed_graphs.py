@@ -73,7 +73,7 @@ def compute_mixed(
     batch = AttentionBatch(
         query_lens=[],
         context_lens=[],
-        blocks=[],
+        spans=[],
         device_query_starts=starts,
         device_context_lens=lens,
         device_block_tables=tables,

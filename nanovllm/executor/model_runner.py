@@ -129,7 +129,7 @@ class ModelRunner:
             attention=AttentionBatch(
                 query_lens=np.diff(arrays.query_starts).tolist(),
                 context_lens=arrays.context_lens.tolist(),
-                blocks=self.block_indices(arrays),
+                spans=self._spans(arrays),
                 device_query_starts=to_device(arrays.query_starts),
                 device_context_lens=to_device(arrays.context_lens),
                 device_block_tables=to_device(arrays.block_tables),
@@ -139,16 +139,16 @@ class ModelRunner:
             ),
         )
 
-    def block_indices(self, arrays: StepArrays) -> list[slice | torch.Tensor]:
-        indices: list[slice | torch.Tensor] = []
-        counts = -(-arrays.context_lens // self.layout.block_size)
-        for blocks, count in zip(arrays.block_tables, counts.tolist()):
-            first = int(blocks[0])
+    def _spans(self, arrays: StepArrays) -> list[slice | torch.Tensor]:
+        size = self.layout.block_size
+        spans: list[slice | torch.Tensor] = []
+        for blocks, context_len in zip(arrays.block_tables, arrays.context_lens.tolist()):
+            count, first = -(-context_len // size), int(blocks[0])
             if blocks[count - 1] == first + count - 1 and (np.diff(blocks[:count]) == 1).all():
-                indices.append(slice(first, first + count))
+                spans.append(slice(first * size, first * size + context_len))
             else:
-                indices.append(torch.from_numpy(blocks[:count].astype(np.int64)).to(self.device.torch_device))
-        return indices
+                spans.append(torch.from_numpy(blocks[:count].astype(np.int64)).to(self.device.torch_device))
+        return spans
 
 
 @torch.inference_mode()
@@ -164,7 +164,7 @@ def try_largest_step(model: Transformer, device: Device, num_tokens: int, max_mo
     batch = AttentionBatch(
         query_lens=lens,
         context_lens=lens,
-        blocks=[torch.zeros(-(-n // 16), dtype=torch.int64, **where) for n in lens],
+        spans=[torch.zeros(-(-n // 16), dtype=torch.int64, **where) for n in lens],
         device_query_starts=torch.tensor(starts, dtype=torch.int32, **where),
         device_context_lens=torch.tensor(lens, dtype=torch.int32, **where),
         device_block_tables=torch.zeros(len(lens), -(-max_model_len // 16), dtype=torch.int32, **where),

@@ -7,12 +7,12 @@ live (cache). There is no context that a caller must have set up before.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 
 
@@ -33,11 +33,11 @@ KVCache = tuple[torch.Tensor, torch.Tensor]  # of one layer: [blocks, block_size
 class Rope:
     """Angles for the tokens of a step, in the form the operators want them (ops/opset.py)."""
 
-    cos_sin: torch.Tensor
+    angles: Any  # gathered for each token, or the whole table if positions are given
     positions: torch.Tensor | None
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(Layer):
     """The weight of an RMSNorm over each head of q or k (Qwen3); applied together with RoPE."""
 
     def __init__(self, head_dim: int, build: Build) -> None:
@@ -45,7 +45,7 @@ class HeadNorm(nn.Module):
         self.weight = build.parameter(head_dim)
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     def __init__(
         self, hidden: int, spec: AttentionSpec, backend: AttentionBackend, build: Build,
         qkv_bias: bool = False, out_bias: bool = False, head_norm_eps: float | None = None,
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         """All between the two projections: [tokens, (heads + 2 kv_heads) * head_dim] -> [tokens, heads * head_dim]."""
         norms = None if self.head_norm_eps is None else (self.q_norm.weight, self.k_norm.weight)
         q = self.ops.qk_norm_rope(  # [tokens, heads, head_dim]; this step's K and V are in the cache after it
-            qkv, norms, self.head_norm_eps or 0.0, rope.cos_sin, rope.positions, *cache, step.attention.slots,
+            qkv, norms, self.head_norm_eps or 0.0, rope.angles, rope.positions, *cache, step.attention.slots,
             self.spec.num_heads,
         )  # fmt: skip
         return self.backend.attend(q, *cache, step.attention, self.spec).flatten(1)

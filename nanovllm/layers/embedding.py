@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(Layer):
     def __init__(self, vocab_size: int, size: int, build: Build) -> None:
         super().__init__()
         self.weight = build.parameter(vocab_size, size)
@@ -18,7 +17,7 @@ class VocabEmbedding(nn.Module):
         return F.embedding(token_ids, self.weight)
 
 
-class LMHead(nn.Module):
+class LMHead(Layer):
     def __init__(self, vocab_size: int, size: int, build: Build, tied: VocabEmbedding | None) -> None:
         super().__init__()
         self.weight = tied.weight if tied else build.parameter(vocab_size, size)

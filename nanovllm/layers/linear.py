@@ -8,12 +8,11 @@ instead of three): `parts` names the stacked pieces and their rows, which is all
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """y = x @ weight.T + bias, with weight [rows, columns] filled by one or more named parts of the checkpoint."""
 
     def __init__(self, in_size: int, parts: dict[str, int], bias: bool, build: Build) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     def __init__(self, hidden: int, intermediate: int, bias: bool, build: Build) -> None:
         super().__init__()
         self.gate_up = MergedColumnParallelLinear(hidden, {"gate": intermediate, "up": intermediate}, bias, build)

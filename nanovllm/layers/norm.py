@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     def __init__(self, size: int, eps: float, build: Build) -> None:
         super().__init__()
         self.weight = build.parameter(size)

@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.attention import Attention, KVCache, Rope, Step
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.embedding import LMHead, VocabEmbedding
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
@@ -58,7 +58,7 @@ RULES = (
 )
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, style: Style, parts: Parts, spec: AttentionSpec) -> None:
         super().__init__()
         build, eps = parts.build, config.rms_norm_eps
@@ -91,7 +91,7 @@ class DecoderLayer(nn.Module):
         return gemv(gated, mlp.down.weight, mlp.down.bias, residual=x)
 
 
-class Transformer(nn.Module):
+class Transformer(Layer):
     rules = RULES
 
     def __init__(self, config: ModelConfig, style: Style, parts: Parts) -> None:

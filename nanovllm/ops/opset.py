@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from nanovllm.ops import activation, linear, norm, qk_norm_rope
+from nanovllm.ops import activation, linear, norm, qk_norm_rope, rotary
 
 FEW_ROWS, FEW_HIDDEN = 2, 2048  # see Ops.fuses_few
 
@@ -34,8 +35,8 @@ class Ops:
         rows, hidden = x.shape
         return self.gemv is not None and rows <= FEW_ROWS and hidden <= FEW_HIDDEN and x.dtype != torch.float32
 
-    def rope_inputs(self, table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return (table.index_select(0, positions), None) if self.gathers_rope else (table, positions)
+    def rope_inputs(self, table: torch.Tensor, positions: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+        return (rotary.gather_angles(table, positions), None) if self.gathers_rope else (table, positions)
 
 
 PLAIN = Ops(

@@ -1,32 +1,35 @@
 """From the packed projection to attention: norm q and k (where the model does), turn them, store k and v, return q.
 
-The plain composition of rms_norm, apply_rotary and store_kv; `ops/triton/qk_norm_rope.py` does all of it in one kernel.
+The plain composition of rms_norm, rotate and store_kv; `ops/triton/qk_norm_rope.py` does all of it in one kernel.
 """
 
 import torch
 
 from nanovllm.ops.kv_cache import store_kv
 from nanovllm.ops.norm import rms_norm
-from nanovllm.ops.rotary import apply_rotary
+from nanovllm.ops.rotary import Angles, rotate
 
 
 def qk_norm_rope(
     qkv: torch.Tensor,
     norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor | None,
+    angles: Angles,
+    positions: None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     num_q_heads: int,
 ) -> torch.Tensor:
-    """qkv [tokens, (heads + 2 kv_heads) * head_dim] -> q [tokens, heads, head_dim]."""
+    """qkv [tokens, (heads + 2 kv_heads) * head_dim] -> q [tokens, heads, head_dim]. The angles are gathered already, so
+    the positions, which the kernel wants, are not needed."""
     _, _, num_kv_heads, head_dim = k_cache.shape
     heads = qkv.view(len(qkv), -1, head_dim)
-    q, k, v = heads.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
+    num_turned = num_q_heads + num_kv_heads
+    turned, v = heads[:, :num_turned], heads[:, num_turned:]
     if norm_weights is not None:
-        q, k = rms_norm(q, norm_weights[0], eps), rms_norm(k, norm_weights[1], eps)
-    q, k = apply_rotary(q, k, cos_sin, positions)
-    store_kv(k, v, k_cache, v_cache, slots)
-    return q
+        q, k = turned[:, :num_q_heads], turned[:, num_q_heads:]
+        turned = torch.cat((rms_norm(q, norm_weights[0], eps), rms_norm(k, norm_weights[1], eps)), dim=1)
+    turned = rotate(turned, angles)
+    store_kv(turned[:, num_q_heads:], v, k_cache, v_cache, slots)
+    return turned[:, :num_q_heads]

@@ -22,7 +22,7 @@ from nanovllm.ops.triton.common import capability
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 2e-2, FP16: 4e-3, FP32: 2e-5}
-Tile, Launch = prefill.PrefillTile, decode.DecodeLaunch
+Launch = decode.DecodeLaunch
 
 
 def rand(*shape, dtype=BF16, scale=1.0):
@@ -58,7 +58,7 @@ def paged_cache(lens, block_size, num_kv_heads, head_dim, dtype, by_head=False, 
     return *caches, lens.int().to(DEVICE), tables.int().to(DEVICE)
 
 
-def check_prefill(dtype, head_dim, group, block_size, window=None, tile=None, by_head=False):
+def check_prefill(dtype, head_dim, group, block_size, window=None, by_head=False):
     def run() -> float:
         lens = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 700, 0]
         new = [(1, n, max(1, n - 64), (n + 1) // 2)[i % 4] if n else 2 for i, n in enumerate(lens)]
@@ -66,7 +66,7 @@ def check_prefill(dtype, head_dim, group, block_size, window=None, tile=None, by
         starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32, device=DEVICE)
         q = rand(sum(new), 2 * group, head_dim, dtype=dtype)
         args = (starts, context_lens, tables, head_dim**-0.5, window)
-        got = prefill.prefill_attention(q, k, v, *args, tile=tile)
+        got = prefill.prefill_attention(q, k, v, *args)
         return max_error(got, paged_attention_reference(q.float(), k.float(), v.float(), *args), dtype)
 
     return run
@@ -82,14 +82,8 @@ def check_decode(dtype, head_dim, group, block_size, launch, window=None, by_hea
         expected = paged_attention_reference(
             q.float(), k.float(), v.float(), starts, context_lens, tables, head_dim**-0.5, window
         )
-        workspace = decode.DecodeWorkspace.allocate(len(lens), 2 * group, fitted, head_dim, q.device)
-        for _ in range(3):
-            got = decode.decode_attention(
-                q, k, v, context_lens, tables, head_dim**-0.5, fitted, window, workspace=workspace
-            )
-            error = max_error(got, expected, dtype)
-        assert workspace.counters.abs().sum().item() == 0
-        return error
+        got = decode.decode_attention(q, k, v, context_lens, tables, head_dim**-0.5, fitted, window)
+        return max_error(got, expected, dtype)
 
     return run
 
@@ -225,19 +219,13 @@ def check_jobs() -> list[tuple[str, Callable[[], float]]]:
     shapes = [(BF16, 64, 3, 16), (BF16, 80, 2, 64), (BF16, 96, 1, 16), (BF16, 128, 2, 256), (BF16, 128, 4, 64)]
     shapes += [(BF16, 192, 1, 64), (BF16, 256, 8, 256), (FP16, 128, 2, 128), (FP32, 64, 3, 16), (BF16, 128, 2, 16)]
     for i, (dtype, head_dim, group, block_size) in enumerate(shapes):
-        by_head = i % 2 == 1
+        by_head = i % 4 == 1  # few: no cache of ours is stored so
         label = f"{str(dtype)[6:]} d{head_dim} g{group} bs{block_size}{' by head' if by_head else ''}"
         jobs.append((f"prefill {label}", check_prefill(dtype, head_dim, group, block_size, by_head=by_head)))
-        launch = (Launch(1), Launch(17, 64, 4), Launch(8, fused_merge=True))[i % 3]
+        launch = Launch((1, 17, 8)[i % 3])
         run = check_decode(dtype, head_dim, group, block_size, launch, by_head=by_head)
         jobs.append((f"decode {label} s{launch.num_splits}", run))
-    for tile, by_head in itertools.product((Tile(128, 64, 4, 2, True), Tile(128, 64, 4, 3, True, True)), (False, True)):
-        label = f"tma s{tile.num_stages}{' one loop' if tile.one_loop else ''}{' by head' if by_head else ''}"
-        jobs.append((f"prefill {label}", check_prefill(BF16, 128, 2, 256, tile=tile, by_head=by_head)))
-    for tile in (None, Tile(128, 64, 4, 2, True, True)):
-        jobs.append((f"prefill window {tile}", check_prefill(BF16, 128, 2, 64, window=100, tile=tile)))
-    for launch in (Launch(1, 16, 1, 3), Launch(1, 32, 2, 4), Launch(4, 64, 4, 3), Launch(1, 32, 2, 2, False)):
-        label = f"n{launch.block_n} w{launch.num_warps} st{launch.num_stages}"
-        jobs.append((f"decode {label}", check_decode(BF16, 128, 2, 64, launch, by_head=True)))
+    jobs.append(("prefill window", check_prefill(BF16, 128, 2, 64, window=100)))
+    jobs.append(("prefill window gather", check_prefill(BF16, 128, 2, 16, window=100)))
     jobs.append(("decode window", check_decode(BF16, 128, 2, 64, Launch(4), window=100)))
     return [(f"check {name}", run) for name, run in jobs]

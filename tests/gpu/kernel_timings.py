@@ -1,29 +1,29 @@
 """Timings of the Triton kernels, as the engine runs them: in a captured graph, over more data than the L2 cache holds.
 
 `timing_jobs()` gives (name, build) pairs; build makes the inputs and returns a Timed. Beside the kernels stand their
-peers (SDPA on dense tensors, cuBLAS) and a handful of tile choices each.
+peers (SDPA on dense tensors, cuBLAS). The tables of tile choices in the kernels' docstrings were measured with the same
+harness, by giving `prefill_attention` a tile and `decode_attention` a launch.
 """
-import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from kernel_checks import BF16, DEVICE, Launch, Tile, paged_cache, rand
+from kernel_checks import BF16, DEVICE, paged_cache, rand
 
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import gemv
+from nanovllm.ops.triton import gemv, qk_norm_rope
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
+from nanovllm.ops.triton import sampling as t_sampling
 
 L2_BYTES = 160e6  # inputs of a timing exceed this together: three times the cache
 HEADS, HEAD_DIM = (16, 8), 128  # Qwen3-0.6B
-PREFILL_SHAPES = ((8, 2048), (64, 1024), (2, 8192))
-DECODE_SHAPES = ((256, 840), (64, 1024), (64, 2048), (8, 1024))
-LAYOUTS = tuple(itertools.product((False, True), (16, 64, 256)))  # (stored head by head, block size)
-MIXED = (100, 1580)  # lengths drawn evenly from here instead of one length: 840 on average
+BLOCK_SIZE = 64
+PREFILL_SHAPES = ((8, 2048), (2, 8192), (64, 1024), (1, 1024))
+DECODE_SHAPES = ((256, 840), (64, 1024), (64, 2048), (8, 1024), (1, 1024))
 Builds = list[tuple[str, Callable[[], "Timed"]]]
 
 
@@ -36,53 +36,42 @@ class Timed:
     flops: float = 0.0
 
 
-@functools.lru_cache(maxsize=1)
-def shared_cache(batch, length, block_size, by_head, num_kv_heads, copies):
-    """`copies` layers of cache; jobs that differ in the launch only follow each other and share them, so that a
-    difference is not one of where blocks happen to lie."""
-    lens = [length] * batch
-    if length == MIXED:
-        lens = torch.randint(*MIXED, (batch,), generator=torch.Generator().manual_seed(0)).tolist()
-    return [paged_cache(lens, block_size, num_kv_heads, HEAD_DIM, BF16, by_head) for _ in range(copies)]
+def copies(num_bytes: float) -> range:
+    """As many inputs as exceed the L2 cache, but at most 64: what one row reads is a matter of latency only."""
+    return range(min(64, max(2, int(L2_BYTES // num_bytes) + 1)))
 
 
-def time_prefill(batch, length, tile, block_size=256, by_head=False, heads=HEADS):
+def time_prefill(batch, length, block_size=BLOCK_SIZE):
     def build() -> Timed:
-        k, v, lens, tables = shared_cache(batch, length, block_size, by_head, heads[1], 1)[0]
+        k, v, lens, tables = paged_cache([length] * batch, block_size, HEADS[1], HEAD_DIM, BF16)
         starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=DEVICE)
-        q = rand(batch * length, heads[0], HEAD_DIM)
+        q = rand(batch * length, HEADS[0], HEAD_DIM)
         out = torch.empty_like(q)
-        flops = 4 * HEAD_DIM * heads[0] * batch * length * (length + 1) / 2
-        call = lambda: prefill.prefill_attention(  # noqa: E731
-            q, k, v, starts, lens, tables, HEAD_DIM**-0.5, out=out, tile=tile
-        )
+        flops = 4 * HEAD_DIM * HEADS[0] * batch * length * (length + 1) / 2
+        call = lambda: prefill.prefill_attention(q, k, v, starts, lens, tables, HEAD_DIM**-0.5, out=out)  # noqa: E731
         return Timed([call], flops=flops)
 
     return build
 
 
-def time_sdpa(batch, length, heads=HEADS):
+def time_sdpa(batch, length):
     def build() -> Timed:
-        q = rand(batch, heads[0], length, HEAD_DIM)
-        k, v = rand(batch, heads[1], length, HEAD_DIM), rand(batch, heads[1], length, HEAD_DIM)
-        flops = 4 * HEAD_DIM * heads[0] * batch * length * (length + 1) / 2
+        q = rand(batch, HEADS[0], length, HEAD_DIM)
+        k, v = rand(batch, HEADS[1], length, HEAD_DIM), rand(batch, HEADS[1], length, HEAD_DIM)
+        flops = 4 * HEAD_DIM * HEADS[0] * batch * length * (length + 1) / 2
         return Timed([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)], flops=flops)
 
     return build
 
 
-def time_decode(batch, length, launch=None, block_size=64, by_head=False, heads=HEADS):
+def time_decode(batch, length, block_size=BLOCK_SIZE):
     def build() -> Timed:
-        mean = sum(MIXED) / 2 if length == MIXED else length
-        copies = max(2, int(L2_BYTES // (batch * mean * heads[1] * HEAD_DIM * 4)) + 1)
-        layers = shared_cache(batch, length, block_size, by_head, heads[1], copies)
-        num_bytes = int(layers[0][2].sum()) * heads[1] * HEAD_DIM * 4
-        q = rand(batch, heads[0], HEAD_DIM)
-        chosen = launch or decode.launch_for(q, heads[1], 4096)
-        workspace = decode.DecodeWorkspace.allocate(batch, heads[0], chosen, HEAD_DIM, q.device)
-        out = torch.empty_like(q)
-        calls = [lambda layer=layer: decode.decode_attention(
-                     q, *layer, HEAD_DIM**-0.5, chosen, out=out, workspace=workspace)
+        num_bytes = batch * length * HEADS[1] * HEAD_DIM * 4
+        layers = [paged_cache([length] * batch, block_size, HEADS[1], HEAD_DIM, BF16)
+                  for _ in copies(num_bytes)]  # fmt: skip
+        q = rand(batch, HEADS[0], HEAD_DIM)
+        out, launch = torch.empty_like(q), decode.launch_for(q, HEADS[1], 4096)
+        calls = [lambda layer=layer: decode.decode_attention(q, *layer, HEAD_DIM**-0.5, launch, out=out)
                  for layer in layers]  # fmt: skip
         return Timed(calls, num_bytes=num_bytes)
 
@@ -92,7 +81,7 @@ def time_decode(batch, length, launch=None, block_size=64, by_head=False, heads=
 def time_linear(rows, n, k, cublas=False):
     def build() -> Timed:
         num_bytes = n * k * 2
-        weights = [rand(n, k, scale=k**-0.5) for _ in range(max(2, int(L2_BYTES // num_bytes) + 1))]
+        weights = [rand(n, k, scale=k**-0.5) for _ in copies(num_bytes)]
         x = rand(rows, k)
         if cublas:
             out = torch.empty(rows, n, dtype=BF16, device=DEVICE)
@@ -106,114 +95,106 @@ SHAPES_SMALL = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024),
 SHAPES_LARGE = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 
 
-def time_layer(rows, shapes, parts, fused):
-    """The linear maps named in `parts` with what stands around them in a layer: fused, or kernel by kernel.
-
-    qkv: norm before it; o and down: residual sum after it (kernel by kernel it is part of the next norm, counted
-    there); gate_up: norm before, silu(gate) * up after.
-    """
+def time_layer(rows, shapes, fused):
+    """The four linear maps of a layer with what stands around them: fused into them, or kernel by kernel (where the
+    residual sum of o and down is part of the next norm)."""
 
     def build() -> Timed:
-        num_bytes = sum(shapes[name][0] * shapes[name][1] * 2 for name in parts)
-        layers = [{name: rand(*shapes[name], scale=shapes[name][1] ** -0.5) for name in parts}
-                  for _ in range(max(2, int(L2_BYTES // num_bytes) + 1))]  # fmt: skip
+        num_bytes = sum(n * k * 2 for n, k in shapes.values())
+        layers = [{name: rand(n, k, scale=k**-0.5) for name, (n, k) in shapes.items()}
+                  for _ in copies(num_bytes)]  # fmt: skip
         hidden = shapes["qkv"][1]
         gain, residual, x = rand(hidden), rand(rows, hidden), rand(rows, hidden)
         heads, middle = rand(rows, shapes["o"][1]), rand(rows, shapes["down"][1])
 
-        def run(weights) -> None:
-            if "qkv" in parts and fused:
-                gemv.gemv(residual, weights["qkv"], norm=(gain, 1e-6))
-            elif "qkv" in parts:
-                gemv.gemv(t_norm.add_rms_norm(x, residual, gain, 1e-6)[0], weights["qkv"])
-            if "o" in parts:
-                gemv.gemv(heads, weights["o"], residual=residual if fused else None, out=residual if fused else x)
-            if "gate_up" in parts and fused:
-                gemv.gemv(residual, weights["gate_up"], norm=(gain, 1e-6), gated=True, out=middle)
-            elif "gate_up" in parts:
-                normed = t_norm.add_rms_norm(x, residual, gain, 1e-6)[0]
-                t_activation.silu_mul(gemv.gemv(normed, weights["gate_up"]), out=middle)
-            if "down" in parts:
-                gemv.gemv(middle, weights["down"], residual=residual if fused else None, out=residual if fused else x)
+        def run_fused(weights) -> None:
+            gemv.gemv(residual, weights["qkv"], norm=(gain, 1e-6))
+            gemv.gemv(heads, weights["o"], residual=residual, out=residual)
+            gemv.gemv(residual, weights["gate_up"], norm=(gain, 1e-6), gated=True, out=middle)
+            gemv.gemv(middle, weights["down"], residual=residual, out=residual)
 
+        def run_apart(weights) -> None:
+            gemv.gemv(t_norm.add_rms_norm(x, residual, gain, 1e-6)[0], weights["qkv"])
+            gemv.gemv(heads, weights["o"], out=x)
+            normed = t_norm.add_rms_norm(x, residual, gain, 1e-6)[0]
+            t_activation.silu_mul(gemv.gemv(normed, weights["gate_up"]), out=middle)
+            gemv.gemv(middle, weights["down"], out=x)
+
+        run = run_fused if fused else run_apart
         return Timed([lambda weights=weights: run(weights) for weights in layers], num_bytes=num_bytes)
 
     return build
 
 
-def name_of(batch, length, by_head, block_size) -> str:
-    return f"{batch}x{'mixed' if length == MIXED else length} {'HND' if by_head else 'NHD'} bs{block_size}"
+def time_sampling(rows, vocab=151936):
+    def build() -> Timed:
+        num_bytes = rows * vocab * 2
+        logits = [rand(rows, vocab, scale=3) for _ in copies(num_bytes)]
+        temperatures = torch.full((rows,), 0.6, device=DEVICE)
+        index = torch.arange(rows, device=DEVICE)
+        calls = [lambda x=x: t_sampling.sample(x, temperatures, index, index) for x in logits]
+        return Timed(calls, num_bytes=num_bytes)
+
+    return build
 
 
-def prefill_jobs() -> Builds:
-    """Layouts and block sizes by the rule, then tiles at one layout, then a short prompt."""
-    jobs: Builds = []
-    for (batch, length), (by_head, block_size) in itertools.product(PREFILL_SHAPES, LAYOUTS):
-        name = f"prefill {name_of(batch, length, by_head, block_size)} rule"
-        jobs.append((name, time_prefill(batch, length, None, block_size, by_head)))
-    tiles = [Tile(128, 64, 4, 2, True, True), Tile(128, 64, 4, 3, True), Tile(128, 64, 4, 3, True, True)]
-    tiles += [Tile(64, 64, 4, 2, True, True), Tile(64, 64, 4, 3, True), Tile(128, 128, 8, 2, True, True)]
-    for (batch, length), tile in itertools.product((*PREFILL_SHAPES, (1, 1024)), (None, *tiles)):
-        label = "rule" if tile is None else (
-            f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{' one' if tile.one_loop else ''}")
-        jobs.append((f"prefill {batch}x{length} tile {label}", time_prefill(batch, length, tile, 64)))
-    for tile, (batch, length) in itertools.product((Tile(128, 64, 8, 3), Tile(128, 64, 4, 2)), PREFILL_SHAPES[:2]):
-        name = f"prefill {batch}x{length} NHD bs16 128x64 w{tile.num_warps} s{tile.num_stages}"
-        jobs.append((name, time_prefill(batch, length, tile, 16)))
-    jobs += [(f"prefill {batch}x{length} SDPA dense", time_sdpa(batch, length)) for batch, length in PREFILL_SHAPES]
-    jobs.append(("prefill 2x8192 rule 32/8 heads", time_prefill(2, 8192, None, 64, False, (32, 8))))
-    return jobs
+def time_norm(rows, hidden=1024):
+    def build() -> Timed:
+        num_bytes = rows * hidden * 2 * 4  # x and residual read, both outputs written
+        pairs, gain = [(rand(rows, hidden), rand(rows, hidden)) for _ in copies(num_bytes)], rand(hidden)
+        calls = [lambda x=x, r=r: t_norm.add_rms_norm(x, r, gain, 1e-6, residual_out=r) for x, r in pairs]
+        return Timed(calls, num_bytes=num_bytes)
+
+    return build
 
 
-def decode_jobs() -> Builds:
-    """Layouts and block sizes by the rule, beside what it was before (one tile in flight); then other launches."""
-    splits = {(256, 840): 1, (64, 1024): 4, (64, 2048): 4, (8, 1024): 16, (256, MIXED): 1}
-    others = [Launch(1, 32, 2, 4), Launch(1, 64, 4, 2), Launch(1, 64, 4, 3), Launch(1, 16, 1, 3), Launch(1, 16, 1, 4),
-              Launch(1, 32, 1, 3), Launch(1, 32, 2, 3, max_registers=128)]  # fmt: skip
-    jobs: Builds = []
-    for (batch, length), (by_head, block_size) in itertools.product((*DECODE_SHAPES, (256, MIXED)), LAYOUTS):
-        launches: list[Launch | None] = [None]
-        count = splits[batch, length]
-        if length == 840:
-            launches.append(Launch(count, 32, 2, 2, ahead=False))
-        if block_size == 64 and (batch, length) in ((256, 840), (64, 1024)):
-            launches += [replace(launch, num_splits=count) for launch in others]
-        if block_size == 64 and by_head:
-            launches += [Launch(count * 2), Launch(max(count // 2, 1))] if count > 1 else [Launch(2)]
-        if block_size == 64 and by_head and batch == 8:
-            launches += [Launch(count, fused_merge=True), Launch(8, 64, 4, 3), Launch(16, 64, 4, 2)]
-        for launch in dict.fromkeys(launches):
-            name = f"decode {name_of(batch, length, by_head, block_size)} {label_of(launch)}"
-            jobs.append((name, time_decode(batch, length, launch, block_size, by_head)))
-    for launch in (None, Launch(8), Launch(16, 64, 4, 3), Launch(16, 16, 1, 3), Launch(16, fused_merge=True)):
-        jobs.append((f"decode 1x1024 HND bs64 {label_of(launch)}", time_decode(1, 1024, launch, 64, True)))
-    return jobs
+def time_silu(rows, size=3072):
+    def build() -> Timed:
+        num_bytes = rows * size * 2 * 3
+        inputs = [rand(rows, 2 * size) for _ in copies(num_bytes)]
+        return Timed([lambda x=x: t_activation.silu_mul(x) for x in inputs], num_bytes=num_bytes)
+
+    return build
 
 
-def label_of(launch: Launch | None) -> str:
-    if launch is None:
-        return "rule"
-    label = f"s{launch.num_splits} n{launch.block_n} w{launch.num_warps} st{launch.num_stages}"
-    label += f" r{launch.max_registers}" if launch.max_registers else ""
-    return label + ("" if launch.ahead else " not ahead") + (" fused" if launch.fused_merge else "")
+def time_rope(rows):
+    def build() -> Timed:
+        width = (HEADS[0] + 2 * HEADS[1]) * HEAD_DIM
+        num_bytes = rows * width * 2 * 2
+        inputs = [rand(rows, width) for _ in copies(num_bytes)]
+        cache = torch.zeros(2, rows // BLOCK_SIZE + 1, BLOCK_SIZE, HEADS[1], HEAD_DIM, dtype=BF16, device=DEVICE)
+        weights, cos_sin = (rand(HEAD_DIM), rand(HEAD_DIM)), rand(4096, HEAD_DIM, dtype=torch.float32)
+        slots = torch.randperm(rows, device=DEVICE)
+        positions = torch.arange(rows, device=DEVICE) % 4096
+        calls = [lambda x=x: qk_norm_rope.qk_norm_rope(
+                     x, weights, 1e-6, cos_sin, positions, cache[0], cache[1], slots, HEADS[0])
+                 for x in inputs]  # fmt: skip
+        return Timed(calls, num_bytes=num_bytes)
+
+    return build
 
 
 def linear_jobs() -> Builds:
     jobs: Builds = []
     for model, shapes in (("0.6B", SHAPES_SMALL), ("8B", SHAPES_LARGE)):
-        for name, shape in {**shapes, "head": (151936, shapes["qkv"][1])}.items():
-            jobs.append((f"linear {model} {name} m1 gemv", time_linear(1, *shape)))
-            for rows in (2, 4) if name in ("gate_up", "head") else ():
-                jobs.append((f"linear {model} {name} m{rows} gemv", time_linear(rows, *shape)))
-                jobs.append((f"linear {model} {name} m{rows} cuBLAS", time_linear(rows, *shape, cublas=True)))
-        groups = [(name, (name,)) for name in shapes] + [("all four", tuple(shapes))]
-        for (name, parts), rows, fused in itertools.product(groups, (1, 2), (True, False)):
-            if rows > 1 and len(parts) == 1:
-                continue
-            label = f"layer {model} {name} m{rows} {'fused' if fused else 'apart'}"
-            jobs.append((label, time_layer(rows, shapes, parts, fused)))
+        for name, rows in itertools.product(("gate_up", "head"), (1, 2, 4)):
+            shape = shapes["gate_up"] if name == "gate_up" else (151936, shapes["qkv"][1])
+            jobs.append((f"linear {model} {name} m{rows} gemv", time_linear(rows, *shape)))
+            jobs.append((f"linear {model} {name} m{rows} cuBLAS", time_linear(rows, *shape, cublas=True)))
+        for rows, fused in itertools.product((1, 2), (True, False)):
+            jobs.append((f"layer {model} m{rows} {'fused' if fused else 'apart'}", time_layer(rows, shapes, fused)))
     return jobs
 
 
 def timing_jobs() -> Builds:
-    return prefill_jobs() + decode_jobs() + linear_jobs()
+    jobs = [(f"prefill {batch}x{length}", time_prefill(batch, length)) for batch, length in PREFILL_SHAPES]
+    jobs += [(f"prefill {batch}x{length} SDPA dense", time_sdpa(batch, length)) for batch, length in PREFILL_SHAPES]
+    jobs += [(f"decode {batch}x{length}", time_decode(batch, length)) for batch, length in DECODE_SHAPES]
+    jobs += [("prefill 8x2048 bs16", time_prefill(8, 2048, 16)), ("decode 256x840 bs16", time_decode(256, 840, 16))]
+    jobs += linear_jobs()
+    for rows in (1, 64, 256):
+        jobs.append((f"sampling {rows} rows", time_sampling(rows)))
+    for rows in (1, 256, 16384):
+        jobs += [(f"norm {rows} rows", time_norm(rows)), (f"silu {rows} rows", time_silu(rows))]
+        jobs.append((f"rope {rows} rows", time_rope(rows)))
+    return jobs

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -29,7 +28,6 @@ from nanovllm.ops.triton import (
 from nanovllm.ops.triton.common import next_power_of_2
 
 ALL_ARCHES = (75, 80, 86, 89, 90, 100, 120)
-HEAD_DIMS = (64, 80, 128, 192)  # every padded size, exact and masked
 
 
 def compile_kernel(kernel, types: list[str], consts: dict, arch: int, num_warps: int = 4, num_stages: int = 1):
@@ -51,34 +49,29 @@ def capability_of(arch: int) -> tuple[int, int]:
     return divmod(arch, 10)
 
 
-def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group: int, stored: int = 1):
-    """stored: 1 = slot by slot, 2 = head by head, which matters to the copy engine only."""
-
+def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group: int):
     def run(arch: int):
         size = 4 if dtype == "fp32" else 2
         tile = prefill_attention.choose_tile(head_dim, size, block_size, capability_of(arch))
-        tile = replace(tile, one_loop=stored == 2)
-        use_desc = stored if tile.use_desc else 0
-        cache = f"tensordesc<{dtype}[{tile.block_n}, {head_dim}]>" if use_desc else f"*{dtype}"
+        cache = f"tensordesc<{dtype}[{tile.block_n}, {head_dim}]>" if tile.use_desc else f"*{dtype}"
         types = [f"*{dtype}"] * 3 + [cache] * 2 + [f"*{dtype}"] + ["*i32"] * 3
         types += ["fp32", "i32", "i32"] + ["i32:16"] * 4 + ["i32"]
         consts = {"NUM_KV_HEADS": 3, "GROUP": group, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
                   "BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WINDOW": window,
-                  "USE_DESC": use_desc, "ONE_LOOP": tile.one_loop}  # fmt: skip
+                  "USE_DESC": tile.use_desc}  # fmt: skip
         return compile_kernel(prefill_attention.prefill_kernel, types, consts, arch, tile.num_warps, tile.num_stages)
 
     return run
 
 
-def decode_case(dtype: str, head_dim: int, block_size: int, window: int, launch: decode_attention.DecodeLaunch):
+def decode_case(dtype: str, head_dim: int, block_size: int, window: int):
     def run(arch: int):
         size = 4 if dtype == "fp32" else 2
-        fitted = decode_attention.fit_launch(launch, head_dim, size, capability_of(arch))
-        types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32", "*i32"] + ["fp32"]
+        fitted = decode_attention.fit_launch(decode_attention.DecodeLaunch(1), head_dim, size, capability_of(arch))
+        types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32"] + ["fp32"]
         types += ["i32:16"] * 4 + ["i32"] * 2
         consts = {"NUM_KV_HEADS": 3, "GROUP": 3, "ROWS": 16, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
-                  "BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window,
-                  "AHEAD": fitted.ahead, "FUSED_MERGE": fitted.fused_merge, "MERGE_TILE": 16}  # fmt: skip
+                  "BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window}  # fmt: skip
         kernel = decode_attention.decode_kernel
         return compile_kernel(kernel, types, consts, arch, fitted.num_warps, fitted.num_stages)
 
@@ -86,7 +79,7 @@ def decode_case(dtype: str, head_dim: int, block_size: int, window: int, launch:
 
 
 def merge_case(dtype: str):
-    consts = {"NUM_Q_HEADS": 9, "HEAD_DIM": 80, "D": 128, "STEP": 64, "WINDOW": 0, "MERGE_TILE": 16}
+    consts = {"NUM_Q_HEADS": 9, "HEAD_DIM": 80, "D": 128, "STEP": 64, "WINDOW": 0, "TILE": 16}
     types = ["*fp32", "*fp32", f"*{dtype}", "*i32", "i32"]
     return lambda arch: compile_kernel(decode_attention.merge_kernel, types, consts, arch, 2)
 
@@ -106,8 +99,8 @@ def gemv_case(dtype: str, rows: int, size: int, fused: bool):
     return lambda arch: compile_kernel(gemv.gemv_kernel, types, consts, arch, 1)
 
 
-def small_cases(dtype: str) -> dict:
-    """The elementwise kernels, the sampler and the state update."""
+def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
+    """The elementwise kernels, the sampler and the state updates; all, or those named."""
     d = f"*{dtype}"
     norm_consts = {"SIZE": 576, "TILE": 1024, "HAS_RESIDUAL": True}
     store_consts = {"HEAD_DIM": 80, "HEAD_STRIDE": 80, "CACHE_HEAD_STRIDE": 80, "BLOCK_SIZE": 16, "SIZE": 240,
@@ -126,23 +119,36 @@ def small_cases(dtype: str) -> dict:
         "keep": (lanes.keep_kernel, ["*i32", "*i64", "*i64", "i32"], {"TILE": 256}),
     }
     return {f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch))
-            for name, case in plain.items()}  # fmt: skip
+            for name, case in plain.items() if not names or name in names}  # fmt: skip
+
+
+def attention_shapes(arch: int) -> list[tuple[int, int, int]]:
+    """(head_dim, block_size, window): first all at once, the largest tile, padded, gathered page by page, in a window.
+
+    It is all that 86 and 89 get: they run what 80 runs, in less shared memory. The other families also compile whole
+    tiles, and the two with the most rules (90 has the copy engine) small and padded heads.
+    """
+    shapes = [(192, 16, 100)]
+    if arch not in (86, 89):
+        shapes.append((128, 256, 0))
+    if arch in (80, 90):
+        shapes.append((64, 64, 100))
+    if arch == 90:
+        shapes.append((80, 16, 0))
+    return shapes
 
 
 def cases_for(arch: int) -> dict:
     """name -> compile(arch). Turing has no bf16 arithmetic worth using: fp16 there, as engines do."""
     half = "fp16" if arch < 80 else "bf16"
-    whole = decode_attention.DecodeLaunch(1)
-    split = decode_attention.DecodeLaunch(6, block_n=64, num_warps=4)
-    fused = decode_attention.DecodeLaunch(6, fused_merge=True)
-    cases = small_cases(half)
+    cases = {}
+    for shape in attention_shapes(arch):
+        cases[f"prefill {half} {shape}"] = prefill_case(half, *shape, 3)
+        cases[f"decode {half} {shape}"] = decode_case(half, *shape)
     cases["merge"] = merge_case(half)
-    for head_dim in HEAD_DIMS if arch in (75, 90) else (128, 192):
-        cases[f"prefill {half} {head_dim}"] = prefill_case(half, head_dim, 16 if head_dim == 80 else 256, 0, 3)
-        cases[f"decode {half} {head_dim}"] = decode_case(half, head_dim, 64, 0, whole)
-    cases[f"prefill {half} window"] = prefill_case(half, 64, 64, 100, 3)
-    cases[f"decode {half} window split gather"] = decode_case(half, 64, 16, 100, split)
-    cases[f"decode {half} fused merge"] = decode_case(half, 64, 16, 0, fused)
+    if arch in (86, 89):  # the rest does not depend on shared memory, and 80 compiles it
+        return cases
+    cases.update(small_cases(half))
     cases[f"rope {half}"] = rope_case(half, 128, 128, True)
     cases[f"gemv {half}"] = gemv_case(half, 1, 1024, True)
     if arch in (75, 90):
@@ -150,9 +156,8 @@ def cases_for(arch: int) -> dict:
         cases[f"gemv rows {half}"] = gemv_case(half, 3, 576, False)
     if arch == 90:
         cases["prefill fp32"] = prefill_case("fp32", 64, 16, 0, 3)
-        cases["decode fp32"] = decode_case("fp32", 64, 16, 0, split)
-        cases["prefill bf16 by head"] = prefill_case("bf16", 128, 256, 0, 2, stored=2)
-        cases.update(small_cases("fp32"))
+        cases["decode fp32"] = decode_case("fp32", 64, 16, 0)
+        cases.update(small_cases("fp32", ("norm", "silu", "store_kv", "sample tiles", "sample pick")))
     return cases
 
 

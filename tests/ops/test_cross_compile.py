@@ -1,4 +1,5 @@
 """Every Triton kernel compiles for every architecture we name, and fits its shared memory, on a machine without a GPU.
+(For sm_86 and sm_89 only the attention kernels, whose tiles depend on shared memory: the rest is compiled for sm_80.)
 
 This is what keeps the claim "runs on an RTX 2080 Ti" (sm_75) honest in CI. It does not say that the code is fast: since
 Triton 3.3 a dot product on Turing runs on the ordinary cores.
@@ -45,6 +46,7 @@ def test_every_kernel_compiles_and_fits(compiled, arch):
     assert not too_large, "\n".join(too_large)
     assert all(r["cubin_bytes"] > 0 for r in results)
     kinds = {r["name"].split()[0] for r in results}
-    assert kinds == {
-        "norm", "silu", "store_kv", "sample", "advance", "begin", "keep", "merge", "prefill", "decode", "rope", "gemv",
-    }  # fmt: skip
+    expected = {"merge", "prefill", "decode"}
+    if arch not in (86, 89):
+        expected |= {"norm", "silu", "store_kv", "sample", "advance", "begin", "keep", "rope", "gemv"}
+    assert kinds == expected

@@ -14,7 +14,8 @@ softmaxes over its parts, since acc_i / l_i is weighted by l_i exp(m_i) = exp(L_
     out = sum_i w_i (acc_i / l_i),   w_i = exp(L_i - max L) / sum_j exp(L_j - max L).
 
 A second kernel merges, one program a (row, head). Merging in the program that happens to finish last (a counter, an
-atomic addition) was no faster: 18.7 against 18.1 us at 8 rows x 1024 keys, 8.0 against 8.1 at 1 x 1024.
+atomic addition) did not pay: 18.7 against 18.1 us at 8 rows x 1024 keys; at 1 x 1024 8.0 against 8.5, which tiles of
+64 keys instead of 32 bring too (8.1).
 
 Fix the grid. A captured graph replays one launch for every context length, so the grid depends on batch and num_splits
 only; lengths are read on the device. A split is at least MIN_KEYS long, so short contexts use fewer splits and the rest
@@ -165,7 +166,7 @@ def choose_launch(batch: int, num_kv_heads: int, max_context_len: int, num_sms: 
     """Enough programs to fill the card about four times over, no split under MIN_KEYS of the longest context.
 
     One round of programs leaves the card half empty while the longest rows finish, and too many parts cost their merge:
-    64 rows x 2048 keys took 146, 137 and 140 us with 2, 4 and 8 splits, 64 x 1024 78, 76 and 78 us (8 kv heads), so
+    64 rows x 2048 keys took 146, 137 and 140 us with 2, 4 and 8 splits, 64 x 1024 78, 76 and 78 us (32 keys a tile), so
     the aim is 16 a multiprocessor. At batch 256 that is no split at all (840 keys: 212 us, in two splits 220). Splits
     are a power of two, so that the graphs of neighbouring batch sizes add in the same order.
     """

@@ -27,21 +27,29 @@ A program finds it by binary search over query_starts; slots without work return
 nothing. Programs are numbered from the last tile to the first: the last tiles of a sequence see the most keys, and
 the card should end on small pieces of work.
 
-Keys in tiles of BLOCK_N. Most tiles are seen whole by every row and need no mask; the causal diagonal (and the left
-edge of a sliding window) cuts a few. Either all run in one loop that masks a tile only if it is cut (`one_loop`), so
-that the copies of the cut tiles overlap the arithmetic before them, or each kind has a loop of its own. Last comes the
-tile that the context ends in: there values past the end are masked on load, not only in the scores, since 0 * NaN is
-NaN and a freed block may hold anything. If a block of the cache holds whole tiles (block_size % BLOCK_N == 0), a tile's
-address is one block-table entry and the rest is affine, which lets the copy engine (TMA) fetch it; otherwise each key
-looks its block up.
+Keys in tiles of BLOCK_N. Most tiles are seen whole by every row and need no mask: they run in a loop of their own, with
+copies overlapping arithmetic. The few that the causal diagonal, the left edge of a sliding window or the end of the
+context cuts run in a second loop. There values past the end are masked on load, not only in the scores, since 0 * NaN
+is NaN and a freed block may hold anything. If a block of the cache holds whole tiles (block_size % BLOCK_N == 0), a
+tile's address is one block-table entry and the rest is affine, which lets the copy engine (TMA) fetch it; otherwise
+each key looks its block up.
 
-The cache may be stored slot by slot or head by head in a block (see `decode_attention.py`). Counts that vary from step
-to step are not specialised on, nor is the alignment of index tensors, which callers slice.
+Counts that vary from step to step are not specialised on, nor is the alignment of index tensors, which callers slice.
 
-Measured on an H200 (bf16, 16/8 heads x 128, block size 256, causal; share of 780 TFLOP/s at 8x2048, 2x8192, 64x1024),
-a loop for each kind, two tiles in flight: 128x64, 4 warps, TMA 52 / 64 / 42 %; 128x128, 8 warps 45 / 55 / 36 %; 128x64,
-8 warps 40 / 49 / 33 %. With 4 warps two programs share a multiprocessor, and one's softmax hides behind the other's
-products. TMA makes no difference with 8 warps.
+Measured on an H200 (bf16, 16/8 heads x 128, causal; share of 780 TFLOP/s; blocks of 64 slots unless it says otherwise):
+
+    sequences x tokens                      8 x 2048    2 x 8192    64 x 1024    1 x 1024
+    128x64, 4 warps, 2 stages, TMA            55.6 %      69.5 %       46.4 %      16.5 %    (the rule on sm_90)
+      one loop that masks if cut              54.4        67.7         47.2        17.0
+      3 stages                                43.9        57.0         33.9        18.2
+    64x64, 4 warps, 3 stages, TMA             54.9        66.0         44.5        22.0
+    128x128, 8 warps, 2 stages, one loop      42.7        48.9         35.7        18.2
+    128x64, 8 warps, blocks of 16             38.3        46.1         32.5                  (the rule there)
+    SDPA on dense tensors                     65.3        77.2         60.8
+
+With 4 warps two programs share a multiprocessor, and one's softmax hides behind the other's products; a third stage
+leaves room for one. Two runs differ by up to 1.5 points. Blocks of 256 slots, or blocks stored head by head, are no
+faster (54.6 and 55.3 % at 8 x 2048).
 """
 from dataclasses import dataclass
 
@@ -89,39 +97,29 @@ def softmax_step(acc, peak, total, scores, v, scale):
     return acc, new_peak, total
 
 
-# Which tiles a loop of _attend walks over.
-_WHOLE = tl.constexpr(0)  # every row sees every key
-_CUT_OR_WHOLE = tl.constexpr(1)  # some are cut by the diagonal or the window; all lie within the context
-_LAST = tl.constexpr(2)  # any, also past the end of the context
-
-
 @triton.jit
 def _attend(
-    state, q, position, bounds, lo, hi, context_len, kv, table_ptr, head, strides, scale,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, USE_DESC: tl.constexpr,
+    state, q, position, lo, hi, context_len, kv, table_ptr, head, strides, scale,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, USE_DESC: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of tiles lo .. hi (multiples of BLOCK_N, hi rounded up) to the running softmax `state`.
 
-    bounds = (lowest, highest) position of the rows. USE_DESC: 0 = pointers, 1 = the copy engine over a cache stored
-    slot by slot, 2 = head by head.
+    CUT: some rows do not see some keys, and the context may end in a tile.
     """
     acc, peak, total = state
-    lowest, highest = bounds
     k_ptr, v_ptr, k_desc, v_desc = kv
     block_stride, slot_stride = strides
     d = tl.arange(0, D)[None, :]
     pages = page_ids(table_ptr, lo, context_len, BLOCK_SIZE, BLOCK_N)
-    for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if KIND == _LAST else None):  # _LAST is one tile or two
-        if USE_DESC > 0 and KIND != _LAST:
+    for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if CUT else None):  # cut tiles are few
+        if USE_DESC and not CUT:
             row, column = pages * BLOCK_SIZE + start % BLOCK_SIZE, head * HEAD_DIM
-            if USE_DESC == 2:
-                row, column = (pages * NUM_KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE, 0
             k = k_desc.load([row, column])
             v = v_desc.load([row, column])
         else:
             offsets = key_offsets(pages, start, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + d
-            if KIND == _LAST:
+            if CUT:
                 exists = (start + tl.arange(0, BLOCK_N)[:, None] < context_len) & (d < HEAD_DIM)
                 k = tl.load(k_ptr + offsets, mask=exists, other=0.0)
                 v = tl.load(v_ptr + offsets, mask=exists, other=0.0)
@@ -134,14 +132,8 @@ def _attend(
         # One tile ahead, or the pipeliner gives a stage to this load (see `decode_attention.py`).
         pages = page_ids(table_ptr, start + BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
         scores = dot(q, tl.trans(k))
-        if KIND == _LAST:
+        if CUT:
             scores = _masked(scores, start, position, BLOCK_N, WINDOW)
-        elif KIND == _CUT_OR_WHOLE:
-            cut = start + BLOCK_N - 1 > lowest
-            if WINDOW > 0:
-                cut |= start <= highest - WINDOW
-            if cut:
-                scores = _masked(scores, start, position, BLOCK_N, WINDOW)
         acc, peak, total = softmax_step(acc, peak, total, scores, v, scale)
     return acc, peak, total
 
@@ -180,7 +172,7 @@ def prefill_kernel(
     scale, num_seqs, num_tiles, q_stride, block_stride, slot_stride, head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    USE_DESC: tl.constexpr, ONE_LOOP: tl.constexpr,
+    USE_DESC: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0) % NUM_KV_HEADS
@@ -202,7 +194,6 @@ def prefill_kernel(
     position = context_len - num_queries + query
     lowest = context_len - num_queries + first_query
     highest = context_len - num_queries + tl.minimum(first_query + BLOCK_Q, num_queries) - 1
-    bounds = (lowest, highest)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -211,30 +202,22 @@ def prefill_kernel(
     kv = (k_ptr + head * head_stride, v_ptr + head * head_stride, k_desc, v_desc)
     strides = (block_stride, slot_stride)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    if ONE_LOOP:
-        end = tl.minimum(tl.cdiv(highest + 1, BLOCK_N), context_len // BLOCK_N) * BLOCK_N
-        end = tl.maximum(end, begin)
+    # Tile n .. n + BLOCK_N is whole if n + BLOCK_N - 1 <= lowest and, in a window, n > highest - WINDOW.
+    end = tl.maximum(tl.maximum(lowest + 1, 0) // BLOCK_N * BLOCK_N, begin)
+    if WINDOW > 0:
+        whole = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, end)
         state = _attend(
-            state, q, position, bounds, begin, end, context_len, kv, table_ptr, head, strides, scale,
-            NUM_KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, _CUT_OR_WHOLE, USE_DESC,
+            state, q, position, begin, whole, context_len, kv, table_ptr, head, strides, scale,
+            HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, True,
         )  # fmt: skip
-    else:
-        # Tile n .. n + BLOCK_N is whole if n + BLOCK_N - 1 <= lowest and, in a window, n > highest - WINDOW.
-        end = tl.maximum(tl.maximum(lowest + 1, 0) // BLOCK_N * BLOCK_N, begin)
-        if WINDOW > 0:
-            whole = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, end)
-            state = _attend(
-                state, q, position, bounds, begin, whole, context_len, kv, table_ptr, head, strides, scale,
-                NUM_KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, _LAST, USE_DESC,
-            )  # fmt: skip
-            begin = whole
-        state = _attend(
-            state, q, position, bounds, begin, end, context_len, kv, table_ptr, head, strides, scale,
-            NUM_KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, _WHOLE, USE_DESC,
-        )  # fmt: skip
+        begin = whole
+    state = _attend(
+        state, q, position, begin, end, context_len, kv, table_ptr, head, strides, scale,
+        HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, False,
+    )  # fmt: skip
     acc, _, total = _attend(
-        state, q, position, bounds, end, highest + 1, context_len, kv, table_ptr, head, strides, scale,
-        NUM_KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, _LAST, USE_DESC,
+        state, q, position, end, highest + 1, context_len, kv, table_ptr, head, strides, scale,
+        HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, True,
     )  # fmt: skip
     # A padded sequence (context 0) has seen no key: acc is 0 and so is its output.
     out = acc / tl.maximum(total, 1e-30)[:, None]
@@ -244,15 +227,14 @@ def prefill_kernel(
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """How a launch is cut: rows and keys of a tile, warps, pipeline stages, tensor descriptors (TMA) for keys and
-    values where block size and head_dim allow them, and one loop over all tiles or one for each kind."""
+    """How a launch is cut: rows and keys of a tile, warps, pipeline stages, and tensor descriptors (TMA) for keys and
+    values where the cache allows them."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     use_desc: bool = False
-    one_loop: bool = False
 
 
 def choose_tile(head_dim: int, element_size: int, block_size: int, arch: tuple[int, int]) -> PrefillTile:
@@ -304,8 +286,8 @@ def prefill_attention(
     assert out.is_contiguous()
     tile = tile or choose_tile(head_dim, q.element_size(), block_size, capability(q.device))
     block_m = max(tile.block_m, next_power_of_2(group))
-    use_desc = _descriptor_kind(k_cache, tile)
-    k_desc, v_desc = _descriptors(k_cache, v_cache, tile.block_n, use_desc) if use_desc else (k_cache, v_cache)
+    use_desc = tile.use_desc and _suits_descriptors(k_cache, tile.block_n)
+    k_desc, v_desc = _descriptors(k_cache, v_cache, tile.block_n) if use_desc else (k_cache, v_cache)
     num_tiles = num_tokens // (block_m // group) + num_seqs
     prefill_kernel[(num_tiles * num_kv_heads,)](
         q, k_cache, v_cache, k_desc, v_desc, out, query_starts, context_lens, block_tables,
@@ -313,24 +295,18 @@ def prefill_attention(
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, D=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=tile.block_n, WINDOW=window or 0, USE_DESC=use_desc,
-        ONE_LOOP=tile.one_loop, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
 
-def _descriptor_kind(cache: torch.Tensor, tile: PrefillTile) -> int:
-    """USE_DESC of the kernel: 0 where the copy engine cannot be used, else how a block of this cache is stored."""
-    block_size, head_dim = cache.shape[1], cache.shape[3]
-    if not tile.use_desc or block_size % tile.block_n or head_dim != next_power_of_2(head_dim):
-        return 0
-    if cache.is_contiguous():
-        return 1
-    return 2 if cache.transpose(1, 2).is_contiguous() else 0
+def _suits_descriptors(cache: torch.Tensor, block_n: int) -> bool:
+    head_dim = cache.shape[3]
+    return cache.is_contiguous() and cache.shape[1] % block_n == 0 and head_dim == next_power_of_2(head_dim)
 
 
-def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, block_n: int, kind: int) -> tuple:
-    """The caches as matrices, [slots, num_kv_heads * head_dim] or, stored head by head, [blocks * num_kv_heads *
-    block_size, head_dim], read by the copy engine in boxes of one head's tile.
+def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, block_n: int) -> tuple:
+    """The caches as matrices [slots, num_kv_heads * head_dim], read by the copy engine in boxes of one head's tile.
 
     Made anew by every call, some 10 us of host time each: a captured graph pays once, and a step too large for a graph
     computes for milliseconds meanwhile. Keeping them would tie a kernel's argument to the life of a cache.
@@ -338,6 +314,5 @@ def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, block_n: int, kin
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     box = [block_n, k_cache.shape[3]]
-    width = k_cache.shape[3] if kind == 2 else k_cache.shape[2] * k_cache.shape[3]
-    stored = [cache.transpose(1, 2) if kind == 2 else cache for cache in (k_cache, v_cache)]
-    return tuple(TensorDescriptor.from_tensor(cache.view(-1, width), box) for cache in stored)
+    width = k_cache.shape[2] * k_cache.shape[3]
+    return tuple(TensorDescriptor.from_tensor(cache.view(-1, width), box) for cache in (k_cache, v_cache))
