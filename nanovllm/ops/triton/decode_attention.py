@@ -1,7 +1,7 @@
 """Paged attention for one query a sequence: flash attention turned on its side (twin: `ops/attention.py`).
 
 With one query there is nothing to reuse: every key and value is read once, for a handful of multiplications, so the
-kernel's only job is to keep the memory busy. Three decisions follow.
+kernel's only job is to keep the memory busy. Four decisions follow.
 
 Pack the heads. The GROUP query heads that share a kv head are the rows of one tile, padded to 16 because a tensor-core
 product has at least 16 rows. Keys are read once for all of them; the padding rows cost nothing, the cores are idle.
