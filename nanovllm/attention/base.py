@@ -7,7 +7,7 @@ what does attention over the paged cache give (`attend`). Keys and values of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -47,6 +47,20 @@ class AttentionBatch:
     slots: torch.Tensor  # int64 [tokens]: where this step's K and V are stored; -1 = padding, not stored
     num_decodes: int = 0  # so many leading sequences have one query each
     max_context_len: int = 0  # an upper bound, known on the host; fixed when a graph is captured
+
+    def without_decodes(self) -> AttentionBatch:
+        n = self.num_decodes
+        return replace(
+            self,
+            query_lens=self.query_lens[n:],
+            context_lens=self.context_lens[n:],
+            spans=self.spans[n:],
+            device_query_starts=self.device_query_starts[n:] - n,
+            device_context_lens=self.device_context_lens[n:],
+            device_block_tables=self.device_block_tables[n:],
+            slots=self.slots[n:],
+            num_decodes=0,
+        )
 
 
 class AttentionBackend(Protocol):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.attention.native_backend import NativeBackend
 from nanovllm.attention.sdpa import SdpaBackend, SdpaMathBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 
-BACKENDS: tuple[AttentionBackend, ...] = (TritonBackend(), SdpaBackend(), SdpaMathBackend())  # best first
+BACKENDS: tuple[AttentionBackend, ...] = (TritonBackend(), NativeBackend(), SdpaBackend(), SdpaMathBackend())  # best first
 
 
 @dataclass(frozen=True)

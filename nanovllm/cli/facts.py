@@ -53,7 +53,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     selection = select_backend(config.attn_backend, specs, device)
     facts["attention_backends"] = dict(selection.reasons)
     max_model_len = resolve_max_model_len(config, model)
-    build = Build(dtype, torch.device("meta"), choose_ops(device.is_gpu), Parallel())
+    build = Build(dtype, torch.device("meta"), choose_ops(device.is_gpu, dtype), Parallel())
     skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len))
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     facts["model"] = {

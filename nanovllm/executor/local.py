@@ -65,7 +65,7 @@ class LocalExecutor:
     def _load(
         self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, max_model_len: int
     ) -> Transformer:
-        build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu), Parallel())
+        build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), Parallel())
         model = find_family(model_config)(model_config, Parts(build, self.selection.backend, max_model_len))
         if config.load_format == "dummy":
             load_dummy(model, config.seed)

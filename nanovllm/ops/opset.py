@@ -1,13 +1,13 @@
-"""Ops: the operators a model is built from, chosen once per engine: plain PyTorch, or Triton kernels on a GPU.
+"""Ops: the operators a model is built from, chosen once per engine: Triton kernels on a GPU, C or plain PyTorch on a CPU.
 
-Both sets have the same signatures, so a layer never asks which it holds.
+All sets have the same signatures, so a layer never asks which it holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,11 +75,27 @@ def triton_ops() -> Ops:
     )
 
 
-def choose_ops(on_gpu: bool) -> Ops:
-    """Triton where there is a GPU and triton is installed, else plain PyTorch, which runs anywhere."""
-    if on_gpu:
-        with contextlib.suppress(ImportError):
+def native_ops() -> Ops:
+    """C kernels for fp32 on a CPU. Raises ImportError where they cannot be compiled."""
+    from nanovllm.ops.native.ops import NativeOps
+
+    kernels = NativeOps()
+    return replace(
+        PLAIN,
+        name="native",
+        rms_norm=kernels.rms_norm,
+        add_rms_norm=kernels.add_rms_norm,
+        silu_mul=kernels.silu_mul,
+        qk_norm_rope=kernels.qk_norm_rope,
+        gathers_rope=False,
+    )
+
+
+def choose_ops(on_gpu: bool, dtype: torch.dtype) -> Ops:
+    """Kernels where they can be had (Triton on a GPU, C on a CPU), else plain PyTorch, which runs anywhere."""
+    with contextlib.suppress(ImportError):
+        if on_gpu:
             return triton_ops()
+        if dtype == torch.float32:
+            return native_ops()
     return PLAIN
-
-

@@ -1,0 +1,47 @@
+"""Attention on a CPU with our own C kernel: decodes read the paged cache in place, nothing is gathered or copied.
+
+A prompt's chunk has enough arithmetic to be worth a matrix library, so those go to SDPA (sdpa.py).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from nanovllm.attention.base import AttentionBatch, AttentionSpec
+from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.hardware.device import Device
+from nanovllm.ops.native.build import load_library
+from nanovllm.ops.native.ops import NativeOps
+
+
+@functools.cache
+def _kernels() -> NativeOps:
+    return NativeOps()
+
+
+class NativeBackend(SdpaBackend):
+    name = "native"
+
+    def rejects(self, spec: AttentionSpec, device: Device) -> str | None:
+        if device.is_gpu:
+            return "for CPUs"
+        if spec.dtype != torch.float32:
+            return f"computes in float32, not {str(spec.dtype).removeprefix('torch.')}"
+        library = load_library()
+        return library if isinstance(library, str) else None
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        n = batch.num_decodes
+        if n == 0:
+            return super().attend(q, k_cache, v_cache, batch, spec)
+        decoded = _kernels().decode_attention(
+            q[:n].contiguous(), k_cache, v_cache, batch.device_context_lens[:n], batch.device_block_tables[:n],
+            spec.scale, batch.max_context_len, spec.window,
+        )  # fmt: skip
+        if n == len(batch.query_lens):
+            return decoded
+        return torch.cat((decoded, super().attend(q[n:], k_cache, v_cache, batch.without_decodes(), spec)))
