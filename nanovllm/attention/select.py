@@ -11,7 +11,8 @@ from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 
-BACKENDS: tuple[AttentionBackend, ...] = (TritonBackend(), NativeBackend(), SdpaBackend(), SdpaMathBackend())  # best first
+# Best first.
+BACKENDS: tuple[AttentionBackend, ...] = (TritonBackend(), NativeBackend(), SdpaBackend(), SdpaMathBackend())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Ops: the operators a model is built from, chosen once per engine: Triton kernels on a GPU, C or plain PyTorch on a CPU.
+"""Ops: the operators a model is built from, chosen once per engine: Triton kernels on a GPU, C or PyTorch on a CPU.
 
 All sets have the same signatures, so a layer never asks which it holds.
 """

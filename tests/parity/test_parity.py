@@ -78,6 +78,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "chunked_prefill": {"max_num_seqs": 3, "max_num_batched_tokens": 7},
     "few_at_once": {"max_num_seqs": 2, "max_num_batched_tokens": 64, "enable_prefix_caching": False},
     "block_size_32": {"kvcache_block_size": 32, "max_num_batched_tokens": 48},
+    "sdpa": {"attn_backend": "sdpa", "max_num_batched_tokens": 40},
     "sdpa_math": {"attn_backend": "sdpa.math", "max_num_batched_tokens": 40},
     "decode_steps_4": {"decode_steps": 4},
     "decode_steps_5_small_cache": {"decode_steps": 5, "num_kvcache_blocks": 9, "max_num_batched_tokens": 33},

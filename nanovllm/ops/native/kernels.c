@@ -14,7 +14,7 @@
 /* exp for the softmax and the gate: exp(x) = 2^n * exp(r), |r| <= ln(2)/2, by a polynomial; 2 ulp, and it vectorises. */
 static inline float exp_(float x) {
     x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
-    float n = floorf(x * 1.44269504f + 0.5f);
+    float n = rintf(x * 1.44269504f);
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -23,11 +23,16 @@ static inline float exp_(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
-    return p * scale.f;
+    int32_t bits = ((int32_t)n + 127) << 23; /* 2^n, by its exponent */
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
 }
 
-static inline float dot(const float *a, const float *b, int64_t n) {
+/* Inlined with a constant size wherever the callers below know one: short loops of unknown length are all remainder. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float dot(const float *a, const float *b, int64_t n) {
     float total = 0.0f;
     for (int64_t i = 0; i < n; i++) total += a[i] * b[i];
     return total;
@@ -80,40 +85,56 @@ void qk_norm_rope(const float *qkv, const float *q_weight, const float *k_weight
     }
 }
 
-/* Attention of one query token a sequence over the paged cache, read in place: one pass over the keys for the scores, one
- * over the values. The q heads of a KV head share both passes. Parallel over (sequence, KV head). Returns 1 if there is no
- * memory for the scores. */
+/* Some KV heads of one sequence: a pass over the keys for the scores of their q heads, softmax, a pass over the values. */
+INLINE void attend(const float *q, const float *k_cache, const float *v_cache, const int32_t *table, int64_t first,
+                   int64_t len, int64_t row, int64_t kv_heads, int64_t group, int64_t block_size, float scale,
+                   int64_t longest, float *restrict scores, float *restrict out, const int64_t dim) {
+    for (int64_t t = first; t < len; t++) {
+        const float *k = k_cache + (table[t / block_size] * block_size + t % block_size) * row;
+        for (int64_t h = 0; h < kv_heads; h++)
+            for (int64_t g = h * group; g < (h + 1) * group; g++)
+                scores[g * longest + t] = dot(q + g * dim, k + h * dim, dim) * scale;
+    }
+    for (int64_t g = 0; g < kv_heads * group; g++) {
+        float *p = scores + g * longest, peak = p[first], total = 0.0f;
+        for (int64_t t = first; t < len; t++) peak = p[t] > peak ? p[t] : peak;
+        for (int64_t t = first; t < len; t++) p[t] = exp_(p[t] - peak);
+        for (int64_t t = first; t < len; t++) total += p[t];
+        for (int64_t t = first; t < len; t++) p[t] /= total;
+    }
+    memset(out, 0, kv_heads * group * dim * sizeof(float));
+    for (int64_t t = first; t < len; t++) {
+        const float *v = v_cache + (table[t / block_size] * block_size + t % block_size) * row;
+        for (int64_t h = 0; h < kv_heads; h++)
+            for (int64_t g = h * group; g < (h + 1) * group; g++) {
+                float weight = scores[g * longest + t];
+                for (int64_t i = 0; i < dim; i++) out[g * dim + i] += weight * v[h * dim + i];
+            }
+    }
+}
+
+/* Attention of one query token a sequence over the paged cache, read in place. A thread takes a whole sequence, so that it
+ * walks the cache in order (one KV head alone skips two thirds of every row: 740 us a layer instead of 400 for 16
+ * sequences of SmolLM2); a single sequence is split by KV heads. Returns 1 if there is no memory for the scores. */
 int decode_attention(const float *q, const float *k_cache, const float *v_cache, const int32_t *context_lens,
                      const int32_t *tables, int64_t table_stride, int64_t seqs, int64_t heads, int64_t kv_heads,
                      int64_t dim, int64_t block_size, int64_t window, float scale, int64_t longest, float *out) {
-    int64_t group = heads / kv_heads, row = kv_heads * dim;
-    float *all_scores = malloc(seqs * kv_heads * group * longest * sizeof(float));
+    int64_t group = heads / kv_heads, row = kv_heads * dim, share = seqs > 1 ? kv_heads : 1;
+    float *all_scores = malloc(seqs * heads * longest * sizeof(float));
     if (!all_scores) return 1;
 #pragma omp parallel for schedule(dynamic, 1) if (seqs * kv_heads * longest > 4096)
-    for (int64_t job = 0; job < seqs * kv_heads; job++) {
-        int64_t s = job / kv_heads, h = job % kv_heads, len = context_lens[s];
-        int64_t first = window > 0 && len > window ? len - window : 0;
-        const int32_t *table = tables + s * table_stride;
-        const float *qs = q + (s * heads + h * group) * dim;
-        float *scores = all_scores + job * group * longest, *o = out + (s * heads + h * group) * dim;
-        for (int64_t t = first; t < len; t++) {
-            const float *k = k_cache + (table[t / block_size] * block_size + t % block_size) * row + h * dim;
-            for (int64_t g = 0; g < group; g++) scores[g * longest + t] = dot(qs + g * dim, k, dim) * scale;
-        }
-        for (int64_t g = 0; g < group; g++) {
-            float *p = scores + g * longest, peak = -INFINITY, total = 0.0f;
-            for (int64_t t = first; t < len; t++) peak = p[t] > peak ? p[t] : peak;
-            for (int64_t t = first; t < len; t++) total += (p[t] = exp_(p[t] - peak));
-            for (int64_t t = first; t < len; t++) p[t] /= total;
-        }
-        memset(o, 0, group * dim * sizeof(float));
-        for (int64_t t = first; t < len; t++) {
-            const float *v = v_cache + (table[t / block_size] * block_size + t % block_size) * row + h * dim;
-            for (int64_t g = 0; g < group; g++) {
-                float weight = scores[g * longest + t];
-                for (int64_t i = 0; i < dim; i++) o[g * dim + i] += weight * v[i];
-            }
-        }
+    for (int64_t job = 0; job < seqs * kv_heads / share; job++) {
+        int64_t s = job * share / kv_heads, h = job * share % kv_heads, len = context_lens[s];
+        int64_t first = window > 0 && len > window ? len - window : 0, place = s * heads + h * group;
+        const float *k = k_cache + h * dim, *v = v_cache + h * dim;
+        float *scores = all_scores + place * longest;
+#define ATTEND(DIM)                                                                                                       \
+    attend(q + place * dim, k, v, tables + s * table_stride, first, len, row, share, group, block_size, scale, longest,    \
+           scores, out + place * dim, DIM)
+        if (dim == 64) ATTEND(64);
+        else if (dim == 128) ATTEND(128);
+        else ATTEND(dim);
+#undef ATTEND
     }
     free(all_scores);
     return 0;

@@ -104,7 +104,7 @@ class NativeOps:
         longest: int,
         window: int | None = None,
     ) -> torch.Tensor:
-        """q [seqs, heads, head_dim], int32 context_lens [seqs] (none above `longest`) and block_tables [seqs, blocks]."""
+        """q [seqs, heads, head_dim]; int32 context_lens [seqs], none above `longest`; block_tables [seqs, blocks]."""
         assert _plain_enough(q, k_cache, v_cache)
         assert block_tables.stride(1) == 1
         seqs, heads, head_dim = q.shape
