@@ -126,6 +126,21 @@ def workloads(
 
 
 @bench.command()
+def tables(
+    folder: Annotated[Path, typer.Argument(help="The project's root: READMEs and benchmarks/results/.")] = Path("."),
+) -> None:
+    """Write the tables of the READMEs anew from the JSON files under benchmarks/results/."""
+    from nanovllm.bench.report import RESULTS
+    from nanovllm.bench.tables import PAGES, fill, read_results
+
+    results = read_results(folder / RESULTS)
+    if not results:
+        raise ConfigError(f"{folder / RESULTS}: no results; run a benchmark with --save first")
+    for page, words in PAGES.items():
+        print(f"{page}: {', '.join(fill(folder / page, results, words))}")
+
+
+@bench.command()
 @with_options(
     requests=replace(REQUESTS, defaults={"num_seqs": 8, "input_len": "128", "output_len": "32"}), config=ENGINE
 )

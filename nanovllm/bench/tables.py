@@ -1,0 +1,93 @@
+"""The tables of the READMEs, made from the JSON files under benchmarks/results/: `nanovllm bench tables`.
+
+A table stands between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; what is between is replaced. A figure that is
+not in a result file cannot get into a README this way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import ConfigError
+
+Words = dict[str, str]
+ENGLISH: Words = {
+    "workload": "workload", "ours": "nano-vLLM tok/s", "limit": "limit of the card", "share": "share of it",
+    "ratio": "ratio", "equal": "equal tokens", "slots": "KV slots per token held", "measured": "Measured on",
+    "hf": "Hugging Face tok/s",
+}  # fmt: skip
+CHINESE: Words = {
+    "workload": "负载", "ours": "nano-vLLM tok/s", "limit": "该卡的极限", "share": "占极限", "ratio": "倍数",
+    "equal": "token 一致", "slots": "每个 token 占用的 KV 槽位", "measured": "测于", "hf": "Hugging Face tok/s",
+}  # fmt: skip
+PAGES = {"README.md": ENGLISH, "README.zh-CN.md": CHINESE}
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Oldest first, so that the newest of a kind wins."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return sorted((f for f in found if isinstance(f, dict)), key=lambda f: str(f.get("date", "")))
+
+
+def _markdown(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _where(report: dict[str, Any], words: Words) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if k in ("torch", "triton") and v)
+    return f"{words['measured']} {report['hardware']}, {versions}, {report['date'][:10]}."
+
+
+def cpu_table(results: list[dict[str, Any]], words: Words) -> str | None:
+    report = next((r for r in reversed(results) if r.get("benchmark") == "throughput-compare-hf"), None)
+    if report is None:
+        return None
+    columns = [words[key] for key in ("workload", "ours", "hf", "ratio", "equal", "slots")]
+    rows = [
+        [f"{name}, {row['input_len']} + {row['output_len']}", f"{row['ours_tokens_per_second']:.1f}",
+         f"{row['hf_tokens_per_second']:.1f}",
+         f"{row['ratio']:.2f}x ({row['ratio_spread'][0]:.2f}..{row['ratio_spread'][1]:.2f})",
+         f"{row['equal_greedy_tokens']:.0%}", f"{row['kv_slots_per_token']:.3f}"]
+        for name, row in report["results"].items()
+    ]  # fmt: skip
+    return f"{_markdown(columns, rows)}\n\n{_where(report, words)}"
+
+
+def gpu_tables(results: list[dict[str, Any]], words: Words) -> str | None:
+    peers = [r for r in results if "peer" in r]
+    newest = {Path(r["engine"]["model"]).name: r for r in results if r.get("benchmark") == "workloads"}
+    parts = []
+    for model, report in newest.items():
+        known = [p for p in peers if p["hardware"] == report["hardware"] and model in p["results"]]
+        columns = [f"{model}: {words['workload']}", words["ours"], *(p["peer"] for p in known)]
+        columns += [words["limit"], words["share"]]
+        rows = []
+        for row in report["results"]:
+            figures = [p["results"][model].get(row["workload"]) for p in known]
+            rows.append([
+                row["workload"], f"**{row['tokens_per_second']:,.0f}**", *(f"{f:,.0f}" if f else "" for f in figures),
+                f"{row['limit']:,.0f}", f"{row['share_of_limit']:.0%}",
+            ])  # fmt: skip
+        parts.append(f"{_markdown(columns, rows)}\n\n{_where(report, words)}")
+    return "\n\n".join(parts) or None
+
+
+def fill(page: Path, results: list[dict[str, Any]], words: Words) -> list[str]:
+    """Replace every table that results exist for; the names of those replaced."""
+    text = page.read_text(encoding="utf-8")
+    done = []
+    for name, make in (("cpu", cpu_table), ("gpu", gpu_tables)):
+        table = make(results, words)
+        pattern = re.compile(rf"(<!-- bench:{name} -->\n).*?(<!-- /bench:{name} -->)", re.DOTALL)
+        if table is None:
+            continue
+        if not pattern.search(text):
+            raise ConfigError(f"{page}: no place for this table; add <!-- bench:{name} --> and <!-- /bench:{name} -->")
+        text = pattern.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
+        done.append(name)
+    page.write_text(text, encoding="utf-8")
+    return done
