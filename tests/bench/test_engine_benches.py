@@ -29,7 +29,7 @@ def check_report(report: dict[str, Any], kind: str) -> None:
     assert report["date"]
     assert report["hardware"]
     assert report["versions"]["transformers"]
-    assert report["engine"]["attn_backend"] == "sdpa"
+    assert report["engine"]["attn_backend"] in ("native", "sdpa")  # native where there is a C compiler
 
 
 def test_throughput(run: Run, args: Any) -> None:
@@ -42,7 +42,7 @@ def test_throughput(run: Run, args: Any) -> None:
     assert 5 * 3 <= found["prompt_tokens"] <= 5 * 40
     assert found["output_tokens_per_second"] == pytest.approx(35 / found["seconds"])
     assert found["kv_slots_per_token"] >= 1
-    assert "attention backend that ran: sdpa" in result.out
+    assert f"attention backend that ran: {result.last_json['engine']['attn_backend']}" in result.out
 
 
 def test_latency(run: Run, args: Any) -> None:

@@ -72,5 +72,5 @@ def test_on_the_real_engine(run: Run, llama: TinyModel, monkeypatch: pytest.Monk
     report = result.last_json
     assert [report["trace"][name] for name in ("num_long", "num_short", "rate")] == [2, 6, 200]
     assert report["served_first"] == {"fcfs": "long", "sjf": "short"}
-    assert report["engine"]["attn_backend"] == "sdpa"
+    assert report["engine"]["attn_backend"] in ("native", "sdpa")  # native where there is a C compiler
     assert report["results"]["sjf"]["e2e"]["max"] > 0

@@ -44,6 +44,17 @@ STREAMED = [
 ]  # fmt: skip
 
 
+def same_logprobs(got: Any, wanted: Any) -> None:
+    """Chunks of other sizes go through other products, so the last digits may differ."""
+    assert (got is None) == (wanted is None)
+    for a, b in zip(got or (), wanted or (), strict=True):
+        assert (a is None) == (b is None)
+        assert list(a or ()) == list(b or ())
+        for token_id in a or ():
+            assert a[token_id].logprob == pytest.approx(b[token_id].logprob, abs=1e-4)
+            assert (a[token_id].rank, a[token_id].decoded_token) == (b[token_id].rank, b[token_id].decoded_token)
+
+
 @pytest.mark.parametrize("decode_steps", [1, 3])
 def test_streaming_equals_not_streaming(make_llm: MakeLLM, llama: TinyModel, decode_steps: int) -> None:
     params = [SamplingParams(**{"temperature": 0, "max_tokens": 40, **changes}) for changes in STREAMED]
@@ -60,7 +71,7 @@ def test_streaming_equals_not_streaming(make_llm: MakeLLM, llama: TinyModel, dec
             for a, b in zip(earlier.outputs, later.outputs):
                 assert b.text.startswith(a.text)
                 assert b.token_ids[: len(a.token_ids)] == a.token_ids
-        assert parts[-1].prompt_logprobs == wanted.prompt_logprobs
+        same_logprobs(parts[-1].prompt_logprobs, wanted.prompt_logprobs)
         for a, b in zip(parts[-1].outputs, wanted.outputs):
             assert (a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason)
             assert a.logprobs == pytest.approx(b.logprobs) if a.logprobs is None else len(a.logprobs) == len(b.logprobs)
