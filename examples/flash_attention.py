@@ -62,7 +62,7 @@ def tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Query i sees keys 0..i. Tiles beyond the last query are skipped, and only tiles that the diagonal cuts are masked.
+    """Query i sees keys 0..i. Tiles beyond the last query are skipped, and only tiles cut by the diagonal are masked.
     Also returns how many tiles were computed."""
     outputs, num_tiles = [], 0
     for m in range(0, len(q), BLOCK_Q):
@@ -80,7 +80,7 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 
 
 def to_pages(x: torch.Tensor, table: list[int], num_blocks: int) -> torch.Tensor:
-    """The cache [blocks, slots, head_dim] with x in the blocks of the table; NaN elsewhere, to show what is never read."""
+    """The cache [blocks, slots, head_dim] with x in the blocks of its table; NaN elsewhere, which nobody may read."""
     cache = torch.full((num_blocks, BLOCK_SIZE, HEAD_DIM), math.nan, dtype=x.dtype)
     for i, row in enumerate(x):
         cache[table[i // BLOCK_SIZE], i % BLOCK_SIZE] = row
@@ -100,7 +100,7 @@ def paged(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: 
 def split(q: torch.Tensor, caches: tuple, table: list[int], length: int, num_splits: int) -> torch.Tensor:
     """The keys cut into ranges that programs compute side by side, each giving its own answer and its log-sum-exp; then
     the mean of the answers, weighted by exp(log-sum-exp)."""
-    per_split = -(-(-(-length // num_splits)) // BLOCK_SIZE) * BLOCK_SIZE
+    per_split = math.ceil(length / num_splits / BLOCK_SIZE) * BLOCK_SIZE
     parts, logsums = [], []
     for lo in range(0, length, per_split):
         acc, peak, total = paged(q, *caches, table, lo, min(lo + per_split, length))
@@ -125,7 +125,7 @@ def main() -> None:
 
     check("1 naive: softmax(q k^T) v", naive(q, k, v), whole)
     big = naive(q * 1000, k, v)
-    print(f"{'  the same with scores 1000 times as large':<44} {int(big.isnan().any(1).sum())} of {len(q)} rows are NaN")
+    print(f"{'  the same, scores 1000 times as large':<44} {int(big.isnan().any(1).sum())} of {len(q)} rows are NaN")
     assert big.isnan().any()
     assert not safe(q * 1000, k, v).isnan().any()
     check("2 safe: largest score subtracted", safe(q, k, v), whole)

@@ -16,7 +16,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "sjf", "priority")
-ATTN_BACKENDS = ("auto", "triton", "native", "sdpa", "sdpa.math")
+ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math")
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ import ast
 import builtins
 import dataclasses
 import functools
+import json
 import os
 import re
 import shlex
@@ -29,7 +30,8 @@ PACKAGE = ROOT / "nanovllm"
 READMES = ("README.md", "README.zh-CN.md")
 OPTIONS = ("docs/options.md", "docs/options.zh-CN.md")
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
-NAMING = ["docs/tour.md", "docs/glossary.md", *(str(path.relative_to(ROOT)) for path in DECISIONS)]
+NAMING = ["docs/tour.md", "docs/glossary.md", "docs/attention.md", "docs/small-gpus.md"]
+NAMING += [str(path.relative_to(ROOT)) for path in DECISIONS]
 HIDDEN = ("venv", "build", "dist", "node_modules")
 
 
@@ -221,6 +223,45 @@ def test_examples_of_options_are_accepted(page: str) -> None:
         assert isinstance(call, ast.Call)
         EngineConfig.from_options(**{str(option.arg): ast.literal_eval(option.value) for option in call.keywords})
     assert blocks(read(OPTIONS[0]), "python") == blocks(read(OPTIONS[1]), "python")
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_kernel_tables_are_those_of_the_result_file() -> None:
+    results = json.loads(read("benchmarks/results/2026-11-15-h200-kernels.json"))["results"]
+    rows = [row for row in table_rows(read("docs/attention.md")) if re.fullmatch(r"\d+ x \d+", row[0])]
+    prefill, decode = ([row for row in rows if len(row) == size and row[-1].endswith("%")] for size in (5, 4))
+    assert len(prefill) == 4
+    assert len(decode) == 5
+    for shape, ours, share, dense, dense_share in prefill:
+        for name, said, part in (("", ours, share), (" SDPA dense", dense, dense_share)):
+            result = results[f"prefill {shape.replace(' ', '')}{name}"]
+            assert abs(result["us"] - float(said)) <= 0.051
+            assert f"{result['share']:.1%}" == part.replace(" ", "")
+    for shape, us, speed, share in decode:
+        result = results[f"decode {shape.replace(' ', '')}"]
+        assert abs(result["us"] - float(us)) <= 0.051
+        assert abs(result["tbs"] - float(speed)) <= 0.0051
+        assert f"{result['share']:.1%}" == share.replace(" ", "")
+
+
+def test_the_memory_table_of_small_cards_is_right() -> None:
+    rows = [row for row in table_rows(read("docs/small-gpus.md")) if len(row) == 8 and row[1][:1].isdigit()]
+    assert len(rows) == 4
+    for model, *cells in rows:
+        parameters, kv_bytes = (int(cells[i].replace(",", "")) for i in (0, 2))
+        assert f"{2 * parameters / 2**30:.2f}" == cells[1]
+        for card, said in zip((8, 11, 16, 24), cells[3:]):
+            left = 0.9 * card * 2**30 - 2 * parameters - 2**30
+            fits = int(left // kv_bytes) // 64 * 64
+            assert said == (f"{fits:,}" if left > 0 else "no"), (model, card)
+
+
+def test_small_card_example_is_accepted() -> None:
+    [block] = blocks(read("docs/small-gpus.md"), "python")
+    [call] = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    EngineConfig.from_options(**{str(option.arg): ast.literal_eval(option.value) for option in call.keywords})
 
 
 # ---- links ---------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ what does attention over the paged cache give (`attend`). Keys and values of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -47,6 +47,8 @@ class AttentionBatch:
     slots: torch.Tensor  # int64 [tokens]: where this step's K and V are stored; -1 = padding, not stored
     num_decodes: int = 0  # so many leading sequences have one query each
     max_context_len: int = 0  # an upper bound, known on the host; fixed when a graph is captured
+    # What a backend makes once a step for all layers. Not for graphs: there one batch is replayed with other contents.
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def without_decodes(self) -> AttentionBatch:
         n = self.num_decodes
@@ -67,7 +69,7 @@ class AttentionBackend(Protocol):
     name: str
     graph_safe: bool  # attend may be captured in a graph: fixed launches, no host sync
 
-    def rejects(self, spec: AttentionSpec, device: Device) -> str | None: ...
+    def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None: ...
 
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec

@@ -24,7 +24,7 @@ def _kernels() -> NativeOps:
 class NativeBackend(SdpaBackend):
     name = "native"
 
-    def rejects(self, spec: AttentionSpec, device: Device) -> str | None:
+    def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
         if device.is_gpu:
             return "for CPUs"
         if spec.dtype != torch.float32:

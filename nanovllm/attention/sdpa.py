@@ -19,24 +19,27 @@ from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.hardware.device import Device
 
 
+def gather(cache: torch.Tensor, span: slice | torch.Tensor, context_len: int) -> torch.Tensor:
+    """One sequence's keys or values, [context_len, kv_heads, head_dim]: a view where its blocks adjoin, else a copy."""
+    if isinstance(span, slice):
+        return cache.flatten(0, 1)[span]
+    return cache.index_select(0, span).flatten(0, 1)[:context_len]
+
+
 class SdpaBackend:
     name = "sdpa"
     graph_safe = False
 
-    def rejects(self, spec: AttentionSpec, device: Device) -> str | None:
+    def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
         return None
 
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
-        k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, kv_heads, head_dim]
         outputs = []
         start = 0
         for num_new, context_len, span in zip(batch.query_lens, batch.context_lens, batch.spans):
-            if isinstance(span, slice):
-                keys, values = k_slots[span], v_slots[span]
-            else:
-                keys, values = (c.index_select(0, span).flatten(0, 1)[:context_len] for c in (k_cache, v_cache))
+            keys, values = gather(k_cache, span, context_len), gather(v_cache, span, context_len)
             attend = self._decode if num_new == 1 else self._prefill
             outputs.append(attend(q[start : start + num_new], keys, values, spec))
             start += num_new
@@ -85,4 +88,3 @@ class SdpaMathBackend(SdpaBackend):
     ) -> torch.Tensor:  # fmt: skip
         with sdpa_kernel(SDPBackend.MATH):
             return super()._sdpa(q, keys, values, spec, mask, is_causal)
-

@@ -1,10 +1,17 @@
-"""Choosing an attention backend: ask each in order, take the first that does not refuse, remember why others did."""
+"""Choosing an attention backend: ask each in order, take the first that does not refuse, remember why others did.
+
+`attention_backend_info` asks the same without an engine, `print_attention_backend_info` prints it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.attention.flash1_backend import Flash1Backend
+from nanovllm.attention.flash_backend import FlashBackend
+from nanovllm.attention.flashinfer_backend import FlashInferBackend
 from nanovllm.attention.native_backend import NativeBackend
 from nanovllm.attention.sdpa import SdpaBackend, SdpaMathBackend
 from nanovllm.attention.triton_backend import TritonBackend
@@ -12,7 +19,11 @@ from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 
 # Best first.
-BACKENDS: tuple[AttentionBackend, ...] = (TritonBackend(), NativeBackend(), SdpaBackend(), SdpaMathBackend())
+BACKENDS: tuple[AttentionBackend, ...] = (
+    TritonBackend(), FlashBackend(), FlashInferBackend(), Flash1Backend(), NativeBackend(), SdpaBackend(),
+    SdpaMathBackend(),
+)  # fmt: skip
+BLOCK_SIZE_FOR_ALL = 256  # every backend can read blocks of so many slots
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Selection:
     reasons: dict[str, str]  # every backend's name -> "chosen", why it was refused, or that another came first
 
 
-def select_backend(wanted: str, specs: list[AttentionSpec], device: Device) -> Selection:
+def select_backend(wanted: str, specs: list[AttentionSpec], device: Device, block_size: int) -> Selection:
     """An explicit choice that cannot serve is an error with the reason, never a silent replacement."""
     names = [backend.name for backend in BACKENDS]
     if wanted != "auto" and wanted not in names:
@@ -29,7 +40,7 @@ def select_backend(wanted: str, specs: list[AttentionSpec], device: Device) -> S
     chosen: AttentionBackend | None = None
     reasons: dict[str, str] = {}
     for backend in BACKENDS:
-        refusal = next((reason for spec in specs if (reason := backend.rejects(spec, device))), None)
+        refusal = next((reason for spec in specs if (reason := backend.rejects(spec, device, block_size))), None)
         if refusal:
             reasons[backend.name] = f"refused: {refusal}"
         elif chosen is None and wanted in ("auto", backend.name):
@@ -40,3 +51,28 @@ def select_backend(wanted: str, specs: list[AttentionSpec], device: Device) -> S
     if chosen is None:
         raise ConfigError(f"attn_backend={wanted!r} cannot be used here: {reasons.get(wanted, reasons)}")
     return Selection(chosen, reasons)
+
+
+def attention_backend_info(device: Device | None = None) -> dict[str, Any]:
+    """What this machine offers a common model: 16 heads of 128 over 8 KV heads, in the dtype that suits the device."""
+    device = device or Device.choose("auto")
+    spec = AttentionSpec(16, 8, 128, device.resolve_dtype("auto", "bfloat16"))
+    return {
+        "gpu": device.name if device.is_gpu else None,
+        "device": device.name,
+        "compute_capability": None if device.capability is None else "{}.{}".format(*device.capability),
+        "architecture": device.architecture,
+        "head_dim": spec.head_dim,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "backends": select_backend("auto", [spec], device, BLOCK_SIZE_FOR_ALL).reasons,
+    }
+
+
+def print_attention_backend_info(device: Device | None = None) -> None:
+    info = attention_backend_info(device)
+    print(f"GPU:                 {info['gpu'] or 'none; ' + info['device']}")
+    print(f"compute capability:  {info['compute_capability'] or 'none'}")
+    print(f"architecture:        {info['architecture']}")
+    print(f"attention backends, best first (head_dim {info['head_dim']}, {info['dtype']}):")
+    for name, reason in info["backends"].items():
+        print(f"  {name:<11} {reason}")

@@ -18,7 +18,7 @@ class TritonBackend:
     name = "triton"
     graph_safe = True
 
-    def rejects(self, spec: AttentionSpec, device: Device) -> str | None:
+    def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
         if not device.is_gpu:
             return "needs a GPU"
         if importlib.util.find_spec("triton") is None:

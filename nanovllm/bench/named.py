@@ -54,17 +54,27 @@ def parse_workload(name: str, repeat: int = 0) -> tuple[Workload, bool]:
 
 def limit_seconds(workload: Workload, model: ModelConfig, num_parameters: int, ceiling: Ceiling) -> float:
     """The least time the workload can take on that card in 16 bits."""
-    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size  # a table is not read whole
-    weights = 2 * (num_parameters - embedding)
+    read = _parameters_read(model, num_parameters)
+    prompts = max(2 * read * workload.num_prompt_tokens / ceiling.flops, 2 * read / ceiling.bytes_per_second)
+    return prompts + decode_limit_seconds(workload, model, num_parameters, ceiling)
+
+
+def decode_limit_seconds(workload: Workload, model: ModelConfig, num_parameters: int, ceiling: Ceiling) -> float:
+    """The part of it after the prompts: each sequence's first new token comes with its prompt, the others here."""
+    read = _parameters_read(model, num_parameters)
     per_token = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    flops = 2 * (num_parameters - embedding)
     lens, news = [len(prompt) for prompt in workload.prompts], workload.output_lens
-    total = max(flops * sum(lens) / ceiling.flops, weights / ceiling.bytes_per_second)
+    total = 0.0
     for step in range(1, max(news)):
         live = [n + step for n, new in zip(lens, news) if new > step]
-        read = (weights + per_token * sum(live)) / ceiling.bytes_per_second
-        total += max(read, flops * len(live) / ceiling.flops)
+        num_bytes = 2 * read + per_token * sum(live)
+        total += max(num_bytes / ceiling.bytes_per_second, 2 * read * len(live) / ceiling.flops)
     return total
+
+
+def _parameters_read(model: ModelConfig, num_parameters: int) -> int:
+    """Of an embedding table of its own only a few rows are read."""
+    return num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
 
 
 def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int) -> dict[str, Any]:

@@ -109,3 +109,25 @@ def plot_bars(path: Path, title: str, unit: str, bars: dict[str, float]) -> None
     axes.set_ylabel(unit)
     figure.savefig(path)
     print(f"plotted {path}")
+
+
+Series = dict[str, list[tuple[float, float]]]  # the line's name -> its points
+
+
+def plot_lines(path: Path, x_name: str, rows: dict[str, dict[str, Series]]) -> None:
+    """A grid of charts: `rows` by what is measured (the y axis), in each row the charts by title."""
+    from matplotlib.figure import Figure
+
+    width = max(map(len, rows.values()))
+    figure = Figure(figsize=(1 + 4 * width, 3.5 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), width, squeeze=False)
+    for line, (unit, charts) in zip(grid, rows.items()):
+        for axes, (title, series) in zip(line, charts.items()):
+            for name, points in series.items():
+                axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            axes.set(title=title, xlabel=x_name, ylabel=unit)
+            axes.legend()
+    figure.savefig(path)
+    print(f"plotted {path}")

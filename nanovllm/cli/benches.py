@@ -1,4 +1,4 @@
-"""`nanovllm bench throughput | latency | schedulers`: a table for people, then one JSON line for tools."""
+"""The commands of `nanovllm bench`: each prints tables for people, then one JSON line for tools."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ def workloads(
     ] = "main,1x512,8x512,64x512,prefill 1x1024",
     repeat: Repeat = 3,
     save: Save = False,
+    plot: Plot = None,
     *,
     config: EngineConfig,
 ) -> None:
@@ -109,6 +110,7 @@ def workloads(
     from nanovllm.bench.named import measure_named, parse_workload
     from nanovllm.bench.throughput import engine_facts, warm_up
 
+    report.check_plot(plot)
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
         parse_workload(name)  # a typo is told before the model is loaded
@@ -122,7 +124,71 @@ def workloads(
             rows.append(measure_named(engine, name, 0.6, repeat))
             report.print_table(name, ["", "value"], [[k.replace("_", " "), v] for k, v in rows[-1].items()])
     print(f"attention backend that ran: {facts['engine']['attn_backend']} on {facts['hardware']}")
+    if plot:
+        bars = {row["workload"]: row["tokens_per_second"] for row in rows}
+        report.plot_bars(plot, f"workloads, {config.model}", "tokens per second", bars)
     report.finish(report.make_report("workloads", **facts, results=rows), save)
+
+
+@bench.command()
+@with_options(config=ENGINE)
+def crossover(
+    backends: Annotated[str, typer.Option(help="Attention backends, with commas: triton,sdpa.")] = "auto,sdpa",
+    batch_sizes: Annotated[str, typer.Option(help="How many sequences at once; with commas.")] = "1,8,64",
+    input_lens: Annotated[str, typer.Option(help="Prompt tokens, and as many new ones; with commas.")] = "128,512",
+    repeat: Repeat = 1,
+    threads: Threads = None,
+    save: Save = False,
+    plot: Plot = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Decode tokens per second of attention backends by batch size and length; OOM where a cell does not fit."""
+    from nanovllm.bench import crossover as lab
+    from nanovllm.bench import report
+
+    report.check_plot(plot)
+    sweep = lab.Sweep.parse(backends, batch_sizes, input_lens)
+    _set_threads(threads)
+    sweep.check(config)
+    facts, rows = lab.measure_sweep(config, sweep, repeat)
+    lab.print_tables(sweep, rows)
+    if plot:
+        lab.plot_sweep(plot, sweep, rows)
+    settings = {"threads": _threads(), "repeat": repeat, "sweep": asdict(sweep)}
+    report.finish(report.make_report("crossover", **facts, **settings, results=rows), save)
+
+
+@bench.command()
+def kernels(
+    prefill: Annotated[str, typer.Option(help="Batch x length, with commas.")] = "8x2048,2x8192,64x1024,1x1024",
+    decode: Annotated[str, typer.Option(help="Likewise.")] = "256x840,64x1024,64x2048,8x1024,1x1024",
+    input_lens: Annotated[
+        str, typer.Option(help="Lengths at which scores in memory meet flash.")
+    ] = "128,512,2048,8192,32768,65536",
+    heads: Annotated[str, typer.Option(help="Query heads, KV heads, size of a head.")] = "16,8,128",
+    save: Save = False,
+) -> None:
+    """The attention kernels alone, against PyTorch's and against what this card can do. Needs a GPU."""
+    from nanovllm.bench import kernels as lab
+    from nanovllm.bench import report
+    from nanovllm.bench.crossover import parse_counts
+
+    shapes = lab.parse_shapes("--prefill", prefill), lab.parse_shapes("--decode", decode)
+    lengths, sizes = parse_counts("--input-lens", input_lens, 1), lab.Heads.parse(heads)
+    device = lab.choose_gpu()
+    bench_lab = lab.Lab(device, device.resolve_dtype("auto", "bfloat16"), sizes)
+    ceilings = lab.measure_ceilings(bench_lab)
+    bandwidth = max(ceilings["read_bytes_per_second"], ceilings["copy_bytes_per_second"])
+    found = {
+        "ceilings": ceilings,
+        "prefill": lab.measure_shapes(bench_lab, "prefill", shapes[0], ceilings["matmul_flops"]),
+        "decode": lab.measure_shapes(bench_lab, "decode", shapes[1], bandwidth),
+        "crossover": lab.measure_crossover(bench_lab, lengths),
+    }
+    lab.print_kernels(found)
+    hardware = f"{device.name}, {device.architecture}"
+    report.finish(report.make_report("kernels", hardware, heads=asdict(sizes), results=found), save)
 
 
 @bench.command()
@@ -150,6 +216,7 @@ def latency(
     ] = 1,
     threads: Threads = None,
     save: Save = False,
+    plot: Plot = None,
     *,
     requests: RequestOptions,
     config: EngineConfig,
@@ -159,6 +226,7 @@ def latency(
     from nanovllm.bench.latency import measure_requests, measure_startup
     from nanovllm.bench.throughput import engine_facts, warm_up
 
+    report.check_plot(plot)
     shape = requests.shape
     found: dict[str, Any] = {}
     if startup:  # first, while this process holds no model
@@ -173,6 +241,9 @@ def latency(
         [[name.replace("_", " "), *(row[column] * 1000 for column in columns)] for name, row in found.items()],
     )  # fmt: skip
     print(f"attention backend that ran: {facts['engine']['attn_backend']} on {facts['hardware']}")
+    if plot:
+        bars = {name.replace("_", " "): row["p50"] * 1000 for name, row in found.items()}
+        report.plot_bars(plot, f"latency, {config.model}", "milliseconds (median)", bars)
     settings = {"threads": _threads(), "workload": asdict(requests)}
     report.finish(report.make_report("latency", **facts, **settings, results=found), save)
 
@@ -236,13 +307,17 @@ def _run_real(config: EngineConfig, facts: dict[str, Any], jobs: Any, policy: st
 
 
 def _engine(config: EngineConfig, threads: int | None) -> Any:
-    import torch
-
     from nanovllm.engine.llm_engine import LLMEngine
+
+    _set_threads(threads)
+    return LLMEngine(replace(config, skip_tokenizer_init=True))  # prompts are token ids
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
 
     if threads:
         torch.set_num_threads(threads)
-    return LLMEngine(replace(config, skip_tokenizer_init=True))  # prompts are token ids
 
 
 def _threads() -> int:

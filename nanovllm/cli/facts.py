@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.attention.select import select_backend
+from nanovllm.attention.select import attention_backend_info, select_backend
 from nanovllm.bench.report import versions
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import DEFAULT_BLOCK_SIZE, resolve_max_model_len
+from nanovllm.engine.llm_engine import resolve_block_size, resolve_max_model_len
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.executor.kv_cache import CacheLayout, block_bytes
 from nanovllm.hardware.device import Device
@@ -33,10 +33,13 @@ from nanovllm.weights.resolve import resolve_model
 def collect(config: EngineConfig) -> dict[str, Any]:
     device = Device.choose(config.device)
     free, total = device.memory()
+    offered = attention_backend_info(device)
     facts: dict[str, Any] = {
         "hardware": {"device": device.name, "architecture": device.architecture,
+                     "compute_capability": offered["compute_capability"] or "none (no GPU)",
                      "memory_bytes": total, "free_bytes": free},
         "versions": versions(),
+        "attention_backends": offered["backends"],  # for a common model, until ours is known
     }  # fmt: skip
     try:
         path = resolve_model(config.model, offline=True, progress=False)
@@ -50,7 +53,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
         checkpoint.close()
     dtype = device.resolve_dtype(config.dtype, model.dtype)
     specs = attention_specs(model, dtype, Parallel())
-    selection = select_backend(config.attn_backend, specs, device)
+    selection = select_backend(config.attn_backend, specs, device, resolve_block_size(config, device))
     facts["attention_backends"] = dict(selection.reasons)
     max_model_len = resolve_max_model_len(config, model)
     build = Build(dtype, torch.device("meta"), choose_ops(device.is_gpu, dtype), Parallel())
@@ -71,7 +74,7 @@ def plan_memory(
     config: EngineConfig, device: Device, specs: list[AttentionSpec], max_model_len: int, weight_bytes: int
 ) -> dict[str, Any]:
     """As the executor would plan it; on a GPU less precisely, for it tries a step to see what that takes."""
-    block_size = config.kvcache_block_size or DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
+    block_size = resolve_block_size(config, device)
     plan: dict[str, Any] = {"kv_bytes_per_token": block_bytes(specs, 1), "kv_block_size": block_size}
     spare = int(config.cpu_kvcache_gb * 2**30)
     if device.is_gpu:

@@ -71,7 +71,7 @@ class LLMEngine:
             self.tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(checkpoint)
             device = Device.choose(config.device)
             kind = "gpu" if device.is_gpu else "cpu"
-            block_size = config.kvcache_block_size or DEFAULT_BLOCK_SIZE[kind]
+            block_size = resolve_block_size(config, device)
             max_tokens = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[kind], config.max_num_seqs)
             self.executor = LocalExecutor(
                 config, self.model_config, checkpoint, device, self.max_model_len, block_size, max_tokens
@@ -330,6 +330,14 @@ class LLMEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def resolve_block_size(config: EngineConfig, device: Device) -> int:
+    if config.kvcache_block_size is not None:
+        return config.kvcache_block_size
+    if config.attn_backend == "flash":
+        return 256  # flash-attn 2 reads no smaller pages
+    return DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

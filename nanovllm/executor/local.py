@@ -50,11 +50,11 @@ class LocalExecutor:
         self.device = device
         self.dtype = self.device.resolve_dtype(config.dtype, model_config.dtype)
         specs = attention_specs(model_config, self.dtype, Parallel())
-        self.selection: Selection = select_backend(config.attn_backend, specs, self.device)
+        self.selection: Selection = select_backend(config.attn_backend, specs, self.device, block_size)
         logger.info("attention backend %s on %s", self.selection.backend.name, self.device.name)
         model = self._load(config, model_config, checkpoint, max_model_len)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        spare = self._spare_bytes(config, model, max_model_len, max_num_batched_tokens)
+        spare = self._spare_bytes(config, model, max_model_len, max_num_batched_tokens, block_size)
         layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
         most = config.max_num_seqs * -(-max_model_len // block_size)
         if config.num_kvcache_blocks is None and layout.num_blocks > most and not self.device.is_gpu:
@@ -73,18 +73,20 @@ class LocalExecutor:
             load_weights(model, checkpoint, model.rules)
         return model.eval()
 
-    def _spare_bytes(self, config: EngineConfig, model: Transformer, max_model_len: int, num_tokens: int) -> int:
+    def _spare_bytes(
+        self, config: EngineConfig, model: Transformer, max_model_len: int, num_tokens: int, block_size: int
+    ) -> int:
         """Memory for the cache. On a GPU: our share of the card, less what our tensors hold, less what the largest step
         really took when it was tried; and never more than is free now. Memory of other processes only counts
         where it makes the card full: it is not ours."""
         if not self.device.is_gpu:
             return int(config.cpu_kvcache_gb * 2**30)
         step_bytes = self.device.peak_bytes(
-            lambda: try_largest_step(model, self.device, num_tokens, max_model_len, config.max_num_seqs)
+            lambda: try_largest_step(model, self.device, num_tokens, max_model_len, config.max_num_seqs, block_size)
         )
         free, total = self.device.memory()
         ours = int(total * config.gpu_memory_utilization) - self.device.allocated_bytes()
-        return min(free, ours) - step_bytes - GRAPH_BYTES
+        return min(free, ours) - step_bytes - (0 if config.enforce_eager else GRAPH_BYTES)
 
     def _make_runner(self, config: EngineConfig, model: Transformer, max_model_len: int, max_num_tokens: int) -> Runner:
         seqs = config.max_num_seqs

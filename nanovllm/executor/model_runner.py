@@ -152,10 +152,12 @@ class ModelRunner:
 
 
 @torch.inference_mode()
-def try_largest_step(model: Transformer, device: Device, num_tokens: int, max_model_len: int, num_rows: int) -> None:
+def try_largest_step(
+    model: Transformer, device: Device, num_tokens: int, max_model_len: int, num_rows: int, block_size: int
+) -> None:
     """Compute the step that takes the most memory, before there is a cache: nothing is stored (slots of -1), and all
-    block tables point to one small block."""
-    caches = allocate(CacheLayout(16, 1, 0), model.specs, device)
+    block tables point to one block."""
+    caches = allocate(CacheLayout(block_size, 1, 0), model.specs, device)
     lens = [max_model_len - 1] * (num_tokens // (max_model_len - 1))
     lens += [num_tokens - sum(lens)] * (sum(lens) < num_tokens)
     where = {"device": device.torch_device}
@@ -164,10 +166,10 @@ def try_largest_step(model: Transformer, device: Device, num_tokens: int, max_mo
     batch = AttentionBatch(
         query_lens=lens,
         context_lens=lens,
-        spans=[torch.zeros(-(-n // 16), dtype=torch.int64, **where) for n in lens],
+        spans=[torch.zeros(-(-n // block_size), dtype=torch.int64, **where) for n in lens],
         device_query_starts=torch.tensor(starts, dtype=torch.int32, **where),
         device_context_lens=torch.tensor(lens, dtype=torch.int32, **where),
-        device_block_tables=torch.zeros(len(lens), -(-max_model_len // 16), dtype=torch.int32, **where),
+        device_block_tables=torch.zeros(len(lens), -(-max_model_len // block_size), dtype=torch.int32, **where),
         slots=torch.full((num_tokens,), -1, **where),
         max_context_len=max(lens),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
+from nanovllm.attention.select import print_attention_backend_info as print_attention_backend_info
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 

@@ -13,7 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from tests.cli.runner import Run
 
-BENCHES = ("throughput", "latency", "schedulers")
+BENCHES = ("throughput", "workloads", "crossover", "latency", "schedulers")
 ENGINE_COMMANDS = [["generate"], ["chat"], ["info"], *(["bench", name] for name in BENCHES)]
 
 

@@ -97,6 +97,7 @@ def check_right(family: str) -> None:
             "block 16": {"kvcache_block_size": 16},
             "block 256": {"kvcache_block_size": 256},
             "sdpa": {"attn_backend": "sdpa"},
+            "flash": {"attn_backend": "flash"},
         }.items():
             again, backend = outputs(greedy, dtype="bfloat16", **options)
             again_drawn, _ = outputs(seeded, dtype="bfloat16", **options)

@@ -1,0 +1,148 @@
+"""Attention by the flash-attention library, reading the paged cache in place: one launch for a whole mixed step.
+
+Three libraries hold these kernels; the first that is here is used:
+- flash-attn 3 (module `flash_attn_interface`, Hopper only): takes a page table with lengths, blocks of any size;
+- flash-attn 2 (module `flash_attn`, 2.5 or newer has block tables): cumulative lengths and a block table;
+- torch's own copy of flash-attn 2, `torch.nn.attention.varlen.varlen_attn`, in versions that let a block table in.
+
+Flash-attn 2 loads keys in tiles of up to 256 and a tile must not cross a block, hence its blocks of 256 slots.
+
+All of them align the causal mask to the *last* key (query i of n sits at position context_len - n + i), as our cache
+needs after a cached prefix. Their window (left, right) counts the neighbours, ours the token itself too: left is
+window - 1. Lengths are summed on the device, once a step: nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.base import AttentionBatch, AttentionSpec
+from nanovllm.attention.optional import load
+from nanovllm.hardware.device import Device
+
+
+@dataclass(frozen=True)
+class Kernels:
+    library: str
+    block_multiple: int
+    attend: Callable[..., torch.Tensor]  # (q, k_cache, v_cache, batch, spec)
+
+
+def _window(spec: AttentionSpec) -> tuple[int, int]:
+    return (-1 if spec.window is None else spec.window - 1, 0)
+
+
+def _cumulative_context_lens(batch: AttentionBatch) -> torch.Tensor:
+    if "cu_seqlens_k" not in batch.memo:
+        batch.memo["cu_seqlens_k"] = F.pad(batch.device_context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    return batch.memo["cu_seqlens_k"]
+
+
+def _flash3(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def attend(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        # Its varlen function refuses cumulative key lengths beside a page table; this one takes the lengths themselves.
+        return function(
+            q, k_cache, v_cache, cache_seqlens=batch.device_context_lens, page_table=batch.device_block_tables,
+            cu_seqlens_q=batch.device_query_starts, max_seqlen_q=max(batch.query_lens), softmax_scale=spec.scale,
+            causal=True, window_size=_window(spec),
+        )  # fmt: skip
+
+    return attend
+
+
+def _flash2(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def attend(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        return function(
+            q, k_cache, v_cache, cu_seqlens_q=batch.device_query_starts, cu_seqlens_k=_cumulative_context_lens(batch),
+            max_seqlen_q=max(batch.query_lens), max_seqlen_k=batch.max_context_len, softmax_scale=spec.scale,
+            causal=True, window_size=_window(spec), block_table=batch.device_block_tables,
+        )  # fmt: skip
+
+    return attend
+
+
+def _torch_varlen(function: Callable[..., torch.Tensor], parameters: set[str]) -> Callable[..., torch.Tensor]:
+    # Versions without this flag share KV heads unasked.
+    flags: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+
+    def attend(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        return function(  # causal is said as a window of nothing to the right
+            q, k_cache, v_cache, batch.device_query_starts, _cumulative_context_lens(batch), max(batch.query_lens),
+            batch.max_context_len, scale=spec.scale, window_size=_window(spec), seqused_k=batch.device_context_lens,
+            block_table=batch.device_block_tables, **flags,
+        )  # fmt: skip
+
+    return attend
+
+
+def _parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters) if callable(function) else set()
+
+
+@functools.cache
+def find_kernels(hopper: bool) -> Kernels | str:
+    """The library to use, or why there is none. What is installed does not change while we run."""
+    refusals = []
+    flash3 = load("flash_attn_interface") if hopper else "flash-attn 3 is for Hopper"
+    if not isinstance(flash3, str):
+        function = getattr(flash3, "flash_attn_with_kvcache", None)
+        if "page_table" in _parameters(function):
+            return Kernels("flash-attn 3", 16, _flash3(function))  # type: ignore[arg-type]
+    flash2 = load("flash_attn")
+    if isinstance(flash2, str):
+        refusals.append(flash2)
+    else:
+        function = getattr(flash2, "flash_attn_varlen_func", None)
+        if "block_table" in _parameters(function):
+            return Kernels("flash-attn 2", 256, _flash2(function))  # type: ignore[arg-type]
+        refusals.append(f"flash_attn {getattr(flash2, '__version__', '')} has no block tables (2.5 has)")
+    varlen = load("torch.nn.attention.varlen")
+    function = None if isinstance(varlen, str) else getattr(varlen, "varlen_attn", None)
+    missing = {"block_table", "seqused_k", "window_size"} - _parameters(function)
+    if function is not None and not missing:
+        return Kernels(f"torch {torch.__version__}", 256, _torch_varlen(function, _parameters(function)))
+    without = "varlen_attn" if function is None else " and ".join(sorted(missing)) + " in varlen_attn"
+    return f"{'; '.join(refusals)}, and torch {torch.__version__} has no {without}"
+
+
+class FlashBackend:
+    name = "flash"
+    graph_safe = False  # the longest query of the step is a number on the host, and sets the launch grid
+
+    def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
+        if not device.is_gpu or device.capability is None:
+            return "needs a GPU"
+        if device.capability < (8, 0):
+            major, minor = device.capability
+            return f"needs compute capability 8.0 (Ampere) or newer, this card has {major}.{minor}"
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            return f"computes in float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if spec.head_dim > 256 or spec.head_dim % 8:
+            return f"head_dim={spec.head_dim}: must be a multiple of 8, at most 256"
+        kernels = find_kernels(device.capability[0] == 9)
+        if isinstance(kernels, str):
+            return kernels
+        if block_size % kernels.block_multiple:
+            least = kernels.block_multiple
+            return f"{kernels.library} reads blocks of {least} slots, not {block_size}; set kvcache_block_size={least}"
+        return None
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        kernels = find_kernels(q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
+        assert isinstance(kernels, Kernels), "selection asked rejects() first"
+        return kernels.attend(q, k_cache, v_cache, batch, spec)

@@ -1,0 +1,229 @@
+"""Where one attention backend overtakes another: decode tokens per second over backends, batch sizes and lengths.
+
+Every cell of the table runs `batch` prompts of `length` random tokens to `length` new ones each. Only steps that do
+nothing but decode are counted, so a backend that is slow at prompts is not blamed here for it. A cell that does not
+fit says OOM, and the run goes on. One engine serves all cells of a backend.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nanovllm.attention.select import select_backend
+from nanovllm.bench.named import CEILINGS, decode_limit_seconds
+from nanovllm.bench.report import Series, plot_lines, print_table
+from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
+from nanovllm.bench.workload import Lengths, Shape, Workload
+from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import LLMEngine, resolve_block_size, resolve_max_model_len
+from nanovllm.errors import ConfigError
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.transformer import attention_specs
+from nanovllm.weights.checkpoint import open_checkpoint
+from nanovllm.weights.resolve import resolve_model
+
+TEMPERATURE = 0.6
+OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "can't allocate memory", "no room for the KV cache", "GiB are left")
+RATE = "decode tokens per second"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    backends: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    input_lens: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, backends: str, batch_sizes: str, input_lens: str) -> Sweep:
+        names = [name.strip() for name in backends.split(",")]
+        # The first new token comes with the prompt: a decode step needs a second one.
+        counts = parse_counts("--batch-sizes", batch_sizes, 1), parse_counts("--input-lens", input_lens, 2)
+        return cls(*(tuple(dict.fromkeys(values)) for values in (names, *counts)))  # each once
+
+    def check(self, config: EngineConfig) -> None:
+        """What can be known without loading weights is said before a run of many minutes begins."""
+        checkpoint = open_checkpoint(resolve_model(config.model))
+        try:
+            model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        finally:
+            checkpoint.close()
+        limit, longest = resolve_max_model_len(config, model), max(self.input_lens)
+        if 2 * longest > limit:
+            raise ConfigError(
+                f"--input-lens {longest}: with as many new tokens that is {2 * longest}, over max_model_len={limit}; "
+                f"use lengths up to {limit // 2} or raise --max-model-len"
+            )
+        if max(self.batch_sizes) > config.max_num_seqs:
+            raise ConfigError(
+                f"--batch-sizes {max(self.batch_sizes)}: only max_num_seqs={config.max_num_seqs} run at the same time; "
+                f"raise --max-num-seqs"
+            )
+        device = Device.choose(config.device)
+        specs = attention_specs(model, device.resolve_dtype(config.dtype, model.dtype), Parallel())
+        for name in self.backends:
+            select_backend(name, specs, device, resolve_block_size(replace(config, attn_backend=name), device))
+
+
+def parse_counts(option: str, text: str, smallest: int) -> list[int]:
+    try:
+        values = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} {text!r}: write numbers with commas between them, for example 1,8,64") from None
+    if min(values) < smallest:
+        raise ConfigError(f"{option} {text!r}: must be at least {smallest} each")
+    return values
+
+
+FAILURES = (RuntimeError, MemoryError, ConfigError)  # OutOfMemoryError and EngineDeadError are RuntimeErrors
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A failed step reaches us as text, so the text decides; any other failure is a bug to be seen."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def measure_sweep(config: EngineConfig, sweep: Sweep, repeat: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(facts of the last engine that stood, rows: one a cell)."""
+    facts: dict[str, Any] = {"hardware": None}
+    rows = []
+    for name in sweep.backends:
+        found, cells = measure_backend(replace(config, attn_backend=name, skip_tokenizer_init=True), sweep, repeat)
+        facts = found or facts
+        rows += cells
+        gc.collect()  # what an engine that failed half built still held
+        Device.choose(config.device).release_cached()
+    return facts, rows
+
+
+def measure_backend(
+    config: EngineConfig, sweep: Sweep, repeat: int
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    shapes = [(batch, length) for batch in sweep.batch_sizes for length in sweep.input_lens]
+    rows = [
+        {"backend": config.attn_backend, "attn_backend": None, "batch_size": batch, "input_len": length,
+         "output_len": length, "decode_tokens_per_second": None}
+        for batch, length in shapes
+    ]  # fmt: skip
+    try:
+        engine = LLMEngine(config)
+    except FAILURES as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"{config.attn_backend}: OOM while loading: {error}", flush=True)
+        for row in rows:
+            row["oom"] = str(error)
+        return None, rows
+    with engine:
+        facts = engine_facts(engine)
+        ran = facts["engine"]["attn_backend"]
+        print(f"attention backend that ran: {ran} (asked: {config.attn_backend}) on {facts['hardware']}", flush=True)
+        warm_up(engine, config.seed)
+        for row in rows:
+            row["attn_backend"] = ran
+            row |= measure_cell(engine, row["batch_size"], row["input_len"], repeat)
+            print(f"  {row['batch_size']}x{row['input_len']}: {_cell(row)}", flush=True)
+    return facts, rows
+
+
+def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dict[str, Any]:
+    layout = engine.executor.layout
+    needed = batch * -(-2 * length // layout.block_size)
+    if needed > layout.num_blocks:
+        # The engine would let some wait and run the others: another batch size than the table says.
+        return {"oom": f"{needed} blocks of KV cache are needed, there are {layout.num_blocks}"}
+    try:
+        # A few tokens first: kernels and buffers of this shape, and what does not fit fails sooner.
+        run_workload(engine, _draw(engine, batch, length, min(16, length), ~0), TEMPERATURE)
+        rates = [decode_rate(engine, _draw(engine, batch, length, length, turn)) for turn in range(repeat)]
+    except FAILURES as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error)
+    else:
+        rate = statistics.median(rates)
+        share = _share(engine, batch, length, rate)
+        return {"decode_tokens_per_second": rate, "spread": [min(rates), max(rates)], **share}
+    engine.executor.device.release_cached()  # out of the except: a traceback keeps the tensors of its frames alive
+    return {"oom": reason}
+
+
+def decode_rate(engine: LLMEngine, workload: Workload) -> float:
+    stats = engine.stats
+    tokens, seconds = stats.decode_tokens, stats.decode_seconds
+    run_workload(engine, workload, TEMPERATURE)
+    return (stats.decode_tokens - tokens) / (stats.decode_seconds - seconds)
+
+
+def _draw(engine: LLMEngine, batch: int, length: int, new: int, turn: int) -> Workload:
+    """Other prompts every time, so that none is in the prefix cache; the same for every backend."""
+    seed = engine.config.seed + 7919 * batch + length + 104729 * turn
+    return Shape(batch, Lengths(length, length), Lengths(new, new)).draw(seed, engine.model_config.vocab_size)
+
+
+def _share(engine: LLMEngine, batch: int, length: int, rate: float) -> dict[str, float]:
+    ceiling = CEILINGS.get(engine.executor.device.name)
+    if ceiling is None:
+        return {}
+    workload = Workload([[0] * length] * batch, [length] * batch)
+    seconds = decode_limit_seconds(workload, engine.model_config, engine.executor.num_parameters, ceiling)
+    limit = batch * (length - 1) / seconds
+    return {"limit": limit, "share_of_limit": rate / limit}
+
+
+# ---- tables and plots ----------------------------------------------------------------------------------------------
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "oom" in row:
+        return "OOM"
+    share = f" ({row['share_of_limit']:.0%})" if "share_of_limit" in row else ""
+    return f"{row['decode_tokens_per_second']:,.0f}{share}"
+
+
+def _names(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Backend as asked -> as shown: with the one that ran, where that is another word."""
+    return {
+        row["backend"]: row["backend"] if row["attn_backend"] in (None, row["backend"])
+        else f"{row['backend']} ({row['attn_backend']})" for row in rows
+    }  # fmt: skip
+
+
+def print_tables(sweep: Sweep, rows: list[dict[str, Any]]) -> None:
+    cells = {(row["backend"], row["batch_size"], row["input_len"]): _cell(row) for row in rows}
+    names = _names(rows)
+    for batch in sweep.batch_sizes:
+        print_table(
+            f"batch {batch}: {RATE}", ["input = output", *(names[backend] for backend in sweep.backends)],
+            [[length, *(cells[backend, batch, length] for backend in sweep.backends)] for length in sweep.input_lens],
+        )  # fmt: skip
+
+
+def plot_sweep(path: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
+    """Throughput against batch, a chart for each length; below it the share of the card's limit, where it is known."""
+    names = _names(rows)
+
+    def charts(key: str) -> dict[str, Series]:
+        return {
+            f"input = output = {length}": {
+                names[backend]: sorted(
+                    (row["batch_size"], row[key]) for row in rows
+                    if (row["backend"], row["input_len"]) == (backend, length) and row.get(key) is not None
+                )
+                for backend in sweep.backends
+            }
+            for length in sweep.input_lens
+        }  # fmt: skip
+
+    grid = {RATE: charts("decode_tokens_per_second")}
+    if any("share_of_limit" in row for row in rows):
+        grid["share of the card's limit"] = charts("share_of_limit")
+    plot_lines(path, "batch size", grid)
