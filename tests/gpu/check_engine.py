@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
 import sys
 import tempfile
@@ -184,6 +183,7 @@ def main() -> None:
     parser.add_argument("--only", default="right,fast")
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--workloads", default="main,1x512,8x512,64x512,64x2048,256x512,prefill 1x1024,prefill 64x1024")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the JSON file")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--families", default="Llama,Qwen3")
     args = parser.parse_args()
@@ -193,8 +193,7 @@ def main() -> None:
     if "fast" in args.only:
         check_fast(args.model, args.workloads.split(","), profile=args.profile)
     versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
-    folder = Path(os.environ.get("OUT", "."))
-    (folder / "check_engine.json").write_text(json.dumps({**versions, "results": RESULTS}, indent=1, default=str))
+    (args.out / "check_engine.json").write_text(json.dumps({**versions, "results": RESULTS}, indent=1, default=str))
     print("\n" + "\n".join(f"{r['name']:<55} {({k: v for k, v in r.items() if k != 'name'})}"[:200] for r in RESULTS))
 
 

@@ -3,11 +3,10 @@
 The jobs are in `kernel_checks.py` and `kernel_timings.py`. A failing job is recorded and the rest goes on. Compilation
 dominates, so `--workers` processes first run every job once to fill Triton's cache. A timing is the median over replays
 of a captured graph, with the share of the bandwidth or arithmetic that an H200 was measured to give. The table comes
-last; the JSON goes to the folder named by OUT, or here.
+last; the JSON goes to --out, or here.
 """
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -89,7 +88,7 @@ def warm_up(argv: list[str], workers: int) -> None:
         shard.wait()
 
 
-def report(jobs: list[Job], seconds: float) -> None:
+def report(jobs: list[Job], seconds: float, folder: Path) -> None:
     for job in jobs:
         r = job.result
         if "error" in r:
@@ -103,7 +102,7 @@ def report(jobs: list[Job], seconds: float) -> None:
         "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "seconds": round(seconds, 1), "results": {job.name: job.result for job in jobs},
     }  # fmt: skip
-    path = Path(os.environ.get("OUT", ".")) / "check_kernels.json"
+    path = folder / "check_kernels.json"
     path.write_text(json.dumps(record, indent=1))
     failed = sum("error" in job.result for job in jobs)
     print(f"{len(jobs)} jobs, {failed} failed, {seconds:.0f} s, written to {path}")
@@ -112,6 +111,7 @@ def report(jobs: list[Job], seconds: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="comma-separated substrings of job names")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the JSON file")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile ahead; 0 = none")
     parser.add_argument("--budget", type=float, default=225.0, help="seconds, then jobs are skipped")
@@ -138,7 +138,7 @@ def main() -> int:
             job.result = {"error": "skipped: out of time"}
             continue
         run_job(job, warm_only=False)
-    report(jobs, time.perf_counter() - begin)
+    report(jobs, time.perf_counter() - begin, args.out)
     return int(any("error" in job.result for job in jobs))
 
 
