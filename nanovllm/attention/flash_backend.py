@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
-from nanovllm.attention.optional import load
+from nanovllm.attention.optional import load, needs_ampere_in_16_bits
 from nanovllm.hardware.device import Device
 
 
@@ -123,16 +123,11 @@ class FlashBackend:
     graph_safe = False  # the longest query of the step is a number on the host, and sets the launch grid
 
     def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
-        if not device.is_gpu or device.capability is None:
-            return "needs a GPU"
-        if device.capability < (8, 0):
-            major, minor = device.capability
-            return f"needs compute capability 8.0 (Ampere) or newer, this card has {major}.{minor}"
-        if spec.dtype not in (torch.float16, torch.bfloat16):
-            return f"computes in float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if reason := needs_ampere_in_16_bits(spec, device):
+            return reason
         if spec.head_dim > 256 or spec.head_dim % 8:
             return f"head_dim={spec.head_dim}: must be a multiple of 8, at most 256"
-        kernels = find_kernels(device.capability[0] == 9)
+        kernels = find_kernels(device.capability is not None and device.capability[0] == 9)
         if isinstance(kernels, str):
             return kernels
         if block_size % kernels.block_multiple:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
-from nanovllm.attention.optional import load
+from nanovllm.attention.optional import load, needs_ampere_in_16_bits
 from nanovllm.hardware.device import Device
 
 WORKSPACE_BYTES = 128 << 20  # partial results of split sequences; the size that FlashInfer recommends
@@ -26,13 +26,8 @@ class FlashInferBackend:
     graph_safe = False
 
     def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
-        if not device.is_gpu or device.capability is None:
-            return "needs a GPU"
-        if device.capability < (8, 0):
-            major, minor = device.capability
-            return f"needs compute capability 8.0 (Ampere) or newer, this card has {major}.{minor}"
-        if spec.dtype not in (torch.float16, torch.bfloat16):
-            return f"computes in float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if reason := needs_ampere_in_16_bits(spec, device):
+            return reason
         if spec.head_dim not in HEAD_DIMS:
             return f"head_dim={spec.head_dim}: must be one of {', '.join(map(str, HEAD_DIMS))}"
         module = load("flashinfer")

@@ -9,6 +9,23 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+import torch
+
+from nanovllm.attention.base import AttentionSpec
+from nanovllm.hardware.device import Device
+
+
+def needs_ampere_in_16_bits(spec: AttentionSpec, device: Device) -> str | None:
+    """What the libraries' current kernels have in common: why they cannot serve, or None."""
+    if not device.is_gpu or device.capability is None:
+        return "needs a GPU"
+    if device.capability < (8, 0):
+        major, minor = device.capability
+        return f"needs compute capability 8.0 (Ampere) or newer, this card has {major}.{minor}"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+    return None
+
 
 def load(name: str) -> ModuleType | str:
     package = name.partition(".")[0]

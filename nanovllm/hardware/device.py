@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.errors import ConfigError
+from nanovllm.hardware.host import cpu_name
 
 # Compute capability -> the name people know the architecture by.
 ARCHITECTURES = {(7, 0): "Volta", (7, 5): "Turing", (8, 9): "Ada Lovelace", 8: "Ampere", 9: "Hopper"}
@@ -43,7 +44,7 @@ class Device:
     def name(self) -> str:
         if self.is_gpu:
             return torch.cuda.get_device_name(self.torch_device)
-        return f"{_cpu_name()} ({torch.get_num_threads()} threads)"
+        return f"{cpu_name()} ({torch.get_num_threads()} threads)"
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -101,13 +102,3 @@ class Device:
         if self.is_gpu:
             torch.cuda.empty_cache()
 
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -25,7 +25,7 @@ def load_dummy(model: nn.Module, seed: int) -> None:
         parameter.data.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...], progress: bool = False) -> None:
+def load_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> None:
     names = checkpoint.names()
     if not names:
         raise ModelError(f"{checkpoint.path}: no *.safetensors beside config.json (load_format='dummy' needs none)")
@@ -34,7 +34,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ..
     tied = {name for name in parameters if name not in expected}  # another name of a parameter loaded elsewhere
     filled: set[tuple[str, str]] = set()
     unused: list[str] = []
-    for name in tqdm(names, desc="loading weights", unit="tensor", disable=not progress, leave=False):
+    for name in tqdm(names, desc="loading weights", unit="tensor", disable=None, leave=False):
         destination = find_destination(rules, name)
         if destination is None or (destination.parameter and destination.parameter not in parameters):
             unused.append(name)

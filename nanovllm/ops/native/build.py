@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch  # noqa: F401  (its OpenMP runtime must be loaded first: the library shares its threads)
 
+from nanovllm.hardware.host import cache_folder, cpu_fact
+
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = (
     "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"
@@ -47,9 +49,12 @@ def load_library() -> ctypes.CDLL | str:
 
 
 def _compile(compiler: str, extra: tuple[str, ...]) -> Path:
-    facts = [SOURCE.read_text(), *FLAGS, *extra, _run([compiler, "--version"]), platform.machine(), _processor()]
+    facts = [SOURCE.read_text(), *FLAGS, *extra, _run([compiler, "--version"]), platform.machine()]
+    facts += [cpu_fact("model name"), cpu_fact("flags")]  # what -march=native depends on
     name = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:24]
-    target = _folder() / f"kernels-{name}.so"
+    folder = cache_folder() / "native"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target = folder / f"kernels-{name}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
@@ -65,19 +70,3 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         raise OSError(f"{' '.join(command[:1])}: {done.stderr.strip()[-300:]}")
     return done.stdout
-
-
-def _folder() -> Path:
-    root = os.environ.get("NANOVLLM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanovllm")
-    folder = Path(root, "native").expanduser()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
-
-
-def _processor() -> str:
-    """-march=native depends on it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))

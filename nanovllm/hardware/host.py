@@ -1,0 +1,27 @@
+"""The machine around the accelerator: its processor, and where this project keeps what it fetched or compiled."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def cpu_fact(name: str) -> str:
+    """One line of Linux's description of the first core ("model name", "flags"); "" where there is none."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line.split(":", 1)[1].strip() for line in file if line.startswith(name)), "")
+    except OSError:
+        return ""
+
+
+def cpu_name() -> str:
+    return cpu_fact("model name") or platform.processor() or platform.machine()
+
+
+def cache_folder() -> Path:
+    if own := os.environ.get("NANOVLLM_CACHE"):
+        return Path(os.path.expanduser(own))
+    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(shared) / "nanovllm"

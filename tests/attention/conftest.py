@@ -1,0 +1,16 @@
+"""No attention library is installed unless a test says so, whatever this machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.attention.flash_backend import find_kernels
+from tests.attention import fakes
+
+
+@pytest.fixture(autouse=True)
+def no_libraries(monkeypatch: pytest.MonkeyPatch):
+    fakes.uninstall_all(monkeypatch)
+    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.old_varlen_attn)
+    yield
+    find_kernels.cache_clear()
