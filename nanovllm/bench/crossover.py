@@ -24,6 +24,7 @@ from nanovllm.engine.llm_engine import LLMEngine, resolve_block_size, resolve_ma
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
+from nanovllm.hardware.utilisation import sampled
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.transformer import attention_specs
 from nanovllm.weights.checkpoint import open_checkpoint
@@ -143,7 +144,8 @@ def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dic
     try:
         # A few tokens first: kernels and buffers of this shape, and what does not fit fails sooner.
         run_workload(engine, _draw(engine, batch, length, min(16, length), ~0), TEMPERATURE)
-        rates = [decode_rate(engine, _draw(engine, batch, length, length, turn)) for turn in range(repeat)]
+        with sampled(engine.executor.device) as busy:
+            rates = [decode_rate(engine, _draw(engine, batch, length, length, turn)) for turn in range(repeat)]
     except FAILURES as error:
         if not is_out_of_memory(error):
             raise
@@ -151,6 +153,8 @@ def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dic
     else:
         rate = statistics.median(rates)
         share = _share(engine, batch, length, rate)
+        if busy.percent is not None:
+            share["gpu_busy_percent"] = busy.percent
         return {"decode_tokens_per_second": rate, "spread": [min(rates), max(rates)], **share}
     engine.executor.device.release_cached()  # out of the except: a traceback keeps the tensors of its frames alive
     return {"oom": reason}
@@ -208,7 +212,8 @@ def print_tables(sweep: Sweep, rows: list[dict[str, Any]]) -> None:
 
 
 def plot_sweep(path: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
-    """Throughput against batch, a chart for each length; below it the share of the card's limit, where it is known."""
+    """Throughput against batch, a chart for each length; below it the share of the card's limit and how busy the GPU
+    was, where they are known."""
     names = _names(rows)
 
     def charts(key: str) -> dict[str, Series]:
@@ -226,4 +231,6 @@ def plot_sweep(path: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
     grid = {RATE: charts("decode_tokens_per_second")}
     if any("share_of_limit" in row for row in rows):
         grid["share of the card's limit"] = charts("share_of_limit")
+    if any("gpu_busy_percent" in row for row in rows):
+        grid["% of time the GPU was busy"] = charts("gpu_busy_percent")
     plot_lines(path, "batch size", grid)

@@ -85,6 +85,10 @@ class DecodeGraphs:
             else:
                 self._replays[size], pool = capture_graph(lambda size=size: self._compute(size), pool)  # type: ignore[misc]
 
+    def compute_each(self) -> None:
+        for size in self.sizes:
+            self._compute(size)
+
     def size_for(self, num_lanes: int) -> int:
         return next(size for size in self.sizes if size >= num_lanes)
 

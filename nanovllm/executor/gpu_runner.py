@@ -56,6 +56,15 @@ class GpuRunner:
             self._mixed_graphs.capture()
             self._keep_tokens(self._begin_lanes((), 1))  # compiled now, not at the first token
 
+    def launch_every_kernel(self) -> None:
+        """What `capture` would launch, once, of one layer of each kind. For `compile_ahead`: nothing really runs."""
+        if len(set(self.model.specs)) == 1:
+            del self._caches[1:]  # the layers are alike, and the model runs as many as it is given caches
+        with torch.inference_mode():
+            self._graphs.compute_each()
+            self._mixed_graphs.compute_smallest()
+            self._keep_tokens(self._begin_lanes((), 1))
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         self._batch.apply(plan)

@@ -104,23 +104,29 @@ class MixedGraphs:
     def capture(self) -> None:
         pool = None
         for size in reversed(self.sizes):
-            empty = MixedInputs(
-                *(np.zeros(0, dtype=np.int64) for _ in range(4)), np.zeros(1, dtype=np.int32),
-                np.zeros(0, dtype=np.int32), np.zeros((0, 1), dtype=np.int32),
-                np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32),
-                np.zeros(0, dtype=np.int64),
-            )  # fmt: skip
-            upload = StaticUpload(self._device, empty.padded(size, self._num_blocks, len(self._row_tokens) - 1))
+            upload = self._empty_upload(size)
             out: list[torch.Tensor] = []
 
             def compute(upload: StaticUpload = upload, out: list[torch.Tensor] = out) -> None:
-                sampled = compute_mixed(
-                    self._model, self._caches, upload.tensors, self._row_tokens, 0, self._max_model_len
-                )
-                out[:] = [sampled]
+                out[:] = [self._compute(upload)]
 
             replay, pool = capture_graph(compute, pool)
             self._graphs[size] = (upload, replay, out)
+
+    def compute_smallest(self) -> None:
+        self._compute(self._empty_upload(TOKEN_BUCKETS[0]))
+
+    def _empty_upload(self, size: int) -> StaticUpload:
+        empty = MixedInputs(
+            *(np.zeros(0, dtype=np.int64) for _ in range(4)), np.zeros(1, dtype=np.int32),
+            np.zeros(0, dtype=np.int32), np.zeros((0, 1), dtype=np.int32),
+            np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32),
+            np.zeros(0, dtype=np.int64),
+        )  # fmt: skip
+        return StaticUpload(self._device, empty.padded(size, self._num_blocks, len(self._row_tokens) - 1))
+
+    def _compute(self, upload: StaticUpload) -> torch.Tensor:
+        return compute_mixed(self._model, self._caches, upload.tensors, self._row_tokens, 0, self._max_model_len)
 
     def size_for(self, num_tokens: int, num_entries: int) -> int | None:
         if num_entries > MAX_ENTRIES:

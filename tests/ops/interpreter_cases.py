@@ -254,16 +254,19 @@ def test_decode_head_dims(dtype, head_dim, group):
 
 
 def test_decode_launch_rule():
-    """The rule as documented: no split when the batch fills the card, none shorter than MIN_KEYS, at most 64; and one
-    compilation for all of them."""
+    """The rule as documented: no split when the batch fills the card, none shorter than MIN_KEYS, at most 64; and two
+    compilations for all of them."""
     assert decode.choose_launch(256, 8, 4096, 132).num_splits == 1
-    assert decode.choose_launch(64, 8, 4096, 132).num_splits == 4
+    assert decode.choose_launch(132, 8, 4096, 132) == decode.DecodeLaunch(1)
+    assert decode.choose_launch(131, 8, 4096, 132) == decode.DecodeLaunch(1, 32, 2, 3)
+    assert decode.choose_launch(58, 8, 4096, 132) == decode.DecodeLaunch(1, 32, 2, 3)
+    assert decode.choose_launch(57, 8, 4096, 132).num_splits == 4
     assert decode.choose_launch(1, 8, 1024, 132).num_splits == 16
     assert decode.choose_launch(1, 8, 10**6, 132).num_splits == 64
     assert decode.choose_launch(1, 8, 63, 132).num_splits == 1
     assert decode.choose_launch(40, 8, 4096, 132).num_splits == 4
     kinds = {replace(decode.choose_launch(batch, 8, 4096, 132), num_splits=1) for batch in range(1, 300)}
-    assert len(kinds) == 1
+    assert len(kinds) == 2
 
 
 @pytest.mark.parametrize(

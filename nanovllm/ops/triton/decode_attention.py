@@ -28,7 +28,7 @@ then the pipeliner sees keys with known addresses, instead of spending a stage o
 Measured on an H200 (bf16, 16/8 heads x 128, blocks of 64 slots; share of a plain read's 4.46 TB/s):
 
     keys a tile, warps, stages      256 rows x 840 keys     64 x 1024, 4 splits
-    64, 4, 2 (the default)            209.7 us  94.2 %         74.4 us  80.9 %
+    64, 4, 2 (the default)            209.7 us  94.2 %         74.4 us  80.9 % (no split: 66.2, 90.9 %)
     64, 4, 3                          208.0 us  95.0 %         75.5 us  79.7 %
     32, 2, 4                          208.6 us  94.7 %         75.9 us  79.3 %
     32, 2, 3                      209 to 233 us                75.0 us  80.3 %
@@ -163,16 +163,27 @@ class DecodeLaunch:
 
 
 def choose_launch(batch: int, num_kv_heads: int, max_context_len: int, num_sms: int) -> DecodeLaunch:
-    """Enough programs to fill the card about four times over, no split under MIN_KEYS of the longest context.
+    """No split where the programs fill the card at least three and a half times over, else enough splits for sixteen
+    programs a multiprocessor, none under MIN_KEYS of the longest context.
 
-    One round of programs leaves the card half empty while the longest rows finish, and too many parts cost their merge:
-    64 rows x 2048 keys took 146, 137 and 140 us with 2, 4 and 8 splits, 64 x 1024 78, 76 and 78 us (32 keys a tile), so
-    the aim is 16 a multiprocessor. At batch 256 that is no split at all (840 keys: 212 us, in two splits 220). Splits
-    are a power of two, so that the graphs of neighbouring batch sizes add in the same order.
+    Splits let a long row share its work, but their parts are written, read and merged by a second kernel, 6 us a layer.
+    Measured on an H200 (16/8 heads x 128, us: no split with 32 keys a tile, no split with 64, 4 splits with 64):
+
+        equal lengths           32 x 1024  37  44  42     lengths from         32 rows   56  61  43
+                                48 x 1024  52  54  59     100 to 2000,         48 rows   62  66  58
+                                64 x 512   37  37  43     evenly drawn         64 rows   82  86  80
+                                64 x 1024  67  66  74                          96 rows  118 121 118
+                                64 x 2048 127 127 135                         128 rows  155 155 147
+                                96 x 1024  98 105 106                         256 rows  265 264 261
+                               128 x 768  104  98 107
+
+    Splits are a power of two, so that the graphs of neighbouring batch sizes add in the same order.
     """
-    wanted = 16 * num_sms // (batch * num_kv_heads)
+    programs = batch * num_kv_heads
+    if 2 * programs >= 7 * num_sms:
+        return DecodeLaunch(1) if programs >= 8 * num_sms else DecodeLaunch(1, block_n=32, num_warps=2, num_stages=3)
     longest = max(1, max_context_len // MIN_KEYS)
-    return DecodeLaunch(previous_power_of_2(max(1, min(wanted, longest, MAX_SPLITS))))
+    return DecodeLaunch(previous_power_of_2(max(1, min(16 * num_sms // programs, longest, MAX_SPLITS))))
 
 
 def previous_power_of_2(n: int) -> int:
