@@ -26,7 +26,7 @@ from nanovllm.engine.request import Completion, Request
 from nanovllm.errors import ConfigError, EngineDeadError, RequestError
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.model_runner import InFlight
-from nanovllm.hardware.device import Device
+from nanovllm.hardware.device import Device, is_out_of_memory
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.plain import is_plain
@@ -240,10 +240,18 @@ class LLMEngine:
 
     def _fail(self, plan: StepPlan, error: BaseException) -> None:
         self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
-        self._moved += self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        self._moved += self.scheduler.fail(plan, f"{type(error).__name__}: {error}", self._culprit(plan, error))
         if not isinstance(error, Exception):
             raise error  # Ctrl-C is the caller's, but the plan is gone: the next step must not find it half done
-        logger.error("step %d failed: its sequences end with an error", plan.step_id, exc_info=error)
+        logger.error("step %d failed: %s", plan.step_id, type(error).__name__, exc_info=error)
+
+    def _culprit(self, plan: StepPlan, error: BaseException) -> int | None:
+        """Out of memory: the sequence that brought the most tokens, of equals the one that came last, gives way to the
+        others, which start over. That ends: each time one sequence fewer is left. Other errors blame the whole step."""
+        if not is_out_of_memory(error):
+            return None
+        self.executor.device.release_cached()
+        return max(plan.entries, key=lambda entry: (entry.num_new, entry.seq_id)).seq_id
 
     def _record(self, plan: StepPlan, result: StepResult, started: float) -> None:
         for entry in plan.entries:

@@ -102,3 +102,7 @@ class Device:
         if self.is_gpu:
             torch.cuda.empty_cache()
 
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the GPU, or of the host (torch's CPU allocator raises a RuntimeError with these words)."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

@@ -262,18 +262,25 @@ class Scheduler:
                 self._flights[-1].published += published
         return progress
 
-    def fail(self, plan: StepPlan, reason: str) -> list[Sequence]:
-        """The step raised. Its sequences end with an error, and nobody may find the blocks it should have filled.
-        Plans made after it may have shared those blocks, so they fail with it."""
+    def fail(self, plan: StepPlan, reason: str, culprit: int | None = None) -> list[Sequence]:
+        """The step raised. Its sequences end with an error, or, if one of them is known to be the cause, that one does
+        and the others start over. Nobody may find the blocks it should have filled. Plans made after it may have shared
+        those blocks, so they fail with it."""
         failed: list[Sequence] = []
         while self._flights and self._flights[-1].plan.step_id >= plan.step_id:
             flight = self._flights.pop()
             self.blocks.unpublish(flight.published)
             self._departures += flight.plan.departures  # the runner may never have seen them
             for entry in flight.plan.entries:
-                if (seq := self._sequences.get(entry.seq_id)) is not None:
+                if (seq := self._sequences.get(entry.seq_id)) is None:
+                    continue
+                if culprit is None or culprit == seq.seq_id:
                     self._finish(seq, "error", reason)
                     failed.append(seq)
+                    continue
+                seq.num_pending -= flight.plan.num_steps if entry.samples else 0
+                if seq.status is Status.RUNNING:
+                    self._preempt(seq)
         self._retire()
         return failed
 

@@ -309,8 +309,11 @@ class Simulation:
                 self._note(progress.seq)
 
     def _fail(self, plan: StepPlan) -> None:
-        for seq in self.scheduler.fail(plan, "the device failed"):
+        # Half of the failures have a known cause: one entry ends, the others start over.
+        culprit = self._random.choice(plan.entries).seq_id if self._random.random() < 0.5 else None
+        for seq in self.scheduler.fail(plan, "the device failed", culprit):
             assert seq.finish_reason == "error"
+            assert culprit in (None, seq.seq_id)
             self._note(seq)
         self.device.poisoned = any(flight.failed for flight in self._flights)
 
