@@ -1,9 +1,11 @@
-"""Attention by the flash-attention library, reading the paged cache in place: one launch for a whole mixed step.
+"""Attention by the flash-attention library: one launch for a whole mixed step, from the paged cache where it can.
 
-Three libraries hold these kernels; the first that is here is used:
+Four ways lead to these kernels; the first that is here is used:
 - flash-attn 3 (module `flash_attn_interface`, Hopper only): takes a page table with lengths, blocks of any size;
 - flash-attn 2 (module `flash_attn`, 2.5 or newer has block tables): cumulative lengths and a block table;
-- torch's own copy of flash-attn 2, `torch.nn.attention.varlen.varlen_attn`, in versions that let a block table in.
+- torch's own copy of flash-attn 2, `torch.nn.attention.varlen.varlen_attn`, if it takes a block table (torch 2.12);
+- the same in torch 2.10 and 2.11, which take none: the keys and values of the step are gathered side by side first, one
+  layer at a time, and read again by the kernel. Three times the traffic of a block table; blocks of any size.
 
 Flash-attn 2 loads keys in tiles of up to 256 and a tile must not cross a block, hence its blocks of 256 slots.
 
@@ -18,6 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.attention.optional import load, needs_ampere_in_16_bits
+from nanovllm.attention.sdpa import GATHER_BYTES, bytes_per_token, find_slots
 from nanovllm.hardware.device import Device
 
 
@@ -33,6 +37,7 @@ class Kernels:
     library: str
     block_multiple: int
     attend: Callable[..., torch.Tensor]  # (q, k_cache, v_cache, batch, spec)
+    has_window: bool = True
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
@@ -88,6 +93,69 @@ def _torch_varlen(function: Callable[..., torch.Tensor], parameters: set[str]) -
     return attend
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """Some sequences of a step whose keys are laid side by side, and where they lie in the cache."""
+
+    rows: slice  # of q
+    cu_q: torch.Tensor  # int32 [sequences + 1]
+    cu_k: torch.Tensor  # int32 [sequences + 1]
+    max_q: int
+    max_k: int
+    slots: torch.Tensor  # int64 [keys]
+
+
+def gathered_keys(batch: AttentionBatch, spec: AttentionSpec, block_size: int) -> list[Gathered]:
+    """What all layers of this kind share: one piece, or more so that no copy exceeds GATHER_BYTES. Nothing here waits
+    for the device: every size comes from the lists on the host."""
+    most = GATHER_BYTES // bytes_per_token(spec)
+    cuts, num_keys = [0], 0
+    for i, context_len in enumerate(batch.context_lens):
+        if i > cuts[-1] and num_keys + context_len > most:
+            cuts.append(i)
+            num_keys = 0
+        num_keys += context_len
+    cuts.append(len(batch.context_lens))
+    starts = [0, *accumulate(batch.query_lens)]
+    lens, cu_k = batch.device_context_lens, _cumulative_context_lens(batch)
+    pieces = []
+    for first, last in pairwise(cuts):
+        total = sum(batch.context_lens[first:last])
+        own_cu_k = cu_k[first : last + 1] - cu_k[first]
+        numbers = torch.arange(last - first, device=lens.device).repeat_interleave(lens[first:last], output_size=total)
+        positions = torch.arange(total, device=lens.device) - own_cu_k[numbers]
+        own_cu_q = batch.device_query_starts[first : last + 1] - starts[first]
+        longest = max(batch.query_lens[first:last]), max(batch.context_lens[first:last])
+        slots = find_slots(batch.device_block_tables, numbers + first, positions, block_size)
+        pieces.append(Gathered(slice(starts[first], starts[last]), own_cu_q, own_cu_k, *longest, slots))
+    return pieces
+
+
+def _torch_gathered(function: Callable[..., torch.Tensor], parameters: set[str]) -> Callable[..., torch.Tensor]:
+    """Torch 2.10 (is_causal; neither scale nor window) and 2.11 (scale and window_size). They ask for no flag to share
+    KV heads, and hand them on to a kernel that does."""
+
+    def flags(spec: AttentionSpec) -> dict[str, Any]:
+        chosen: dict[str, Any] = {"scale": spec.scale} if "scale" in parameters else {}  # unsaid, it is this one too
+        if "enable_gqa" in parameters:
+            chosen["enable_gqa"] = True
+        return chosen | ({"window_size": _window(spec)} if "window_size" in parameters else {"is_causal": True})
+
+    def attend(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        if ("gathered", spec) not in batch.memo:
+            batch.memo["gathered", spec] = gathered_keys(batch, spec, k_cache.shape[1])
+        outputs = []
+        for piece in batch.memo["gathered", spec]:
+            keys, values = (cache.flatten(0, 1).index_select(0, piece.slots) for cache in (k_cache, v_cache))
+            places = (piece.cu_q, piece.cu_k, piece.max_q, piece.max_k)
+            outputs.append(function(q[piece.rows], keys, values, *places, **flags(spec)))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    return attend
+
+
 def _parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters) if callable(function) else set()
 
@@ -111,10 +179,13 @@ def find_kernels(hopper: bool) -> Kernels | str:
         refusals.append(f"flash_attn {getattr(flash2, '__version__', '')} has no block tables (2.5 has)")
     varlen = load("torch.nn.attention.varlen")
     function = None if isinstance(varlen, str) else getattr(varlen, "varlen_attn", None)
-    missing = {"block_table", "seqused_k", "window_size"} - _parameters(function)
-    if function is not None and not missing:
-        return Kernels(f"torch {torch.__version__}", 256, _torch_varlen(function, _parameters(function)))
-    without = "varlen_attn" if function is None else " and ".join(sorted(missing)) + " in varlen_attn"
+    parameters = _parameters(function)
+    if function is not None and {"block_table", "seqused_k", "window_size"} <= parameters:
+        return Kernels(f"torch {torch.__version__}", 256, _torch_varlen(function, parameters))
+    if function is not None and parameters & {"is_causal", "window_size"}:
+        library = f"torch {torch.__version__} varlen_attn, gathered"
+        return Kernels(library, 1, _torch_gathered(function, parameters), has_window="window_size" in parameters)
+    without = "varlen_attn (2.10 has)" if function is None else "causal mask in varlen_attn"
     return f"{'; '.join(refusals)}, and torch {torch.__version__} has no {without}"
 
 
@@ -130,6 +201,8 @@ class FlashBackend:
         kernels = find_kernels(device.capability is not None and device.capability[0] == 9)
         if isinstance(kernels, str):
             return kernels
+        if spec.window is not None and not kernels.has_window:
+            return f"{kernels.library}, has no sliding window (torch 2.11 has, and flash-attn)"
         if block_size % kernels.block_multiple:
             least = kernels.block_multiple
             return f"{kernels.library} reads blocks of {least} slots, not {block_size}; set kvcache_block_size={least}"

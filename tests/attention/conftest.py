@@ -11,6 +11,5 @@ from tests.attention import fakes
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch):
     fakes.uninstall_all(monkeypatch)
-    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.old_varlen_attn)
     yield
     find_kernels.cache_clear()

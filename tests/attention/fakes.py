@@ -16,7 +16,9 @@ import torch
 from nanovllm.attention.flash_backend import find_kernels
 from nanovllm.ops.attention import paged_attention_reference
 
-LIBRARIES = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface", "flashinfer")
+LIBRARIES = (
+    "flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface", "flashinfer", "torch.nn.attention.varlen",
+)  # fmt: skip
 
 
 def gpu(capability: tuple[int, int] = (9, 0)) -> Any:
@@ -77,7 +79,7 @@ def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False,
     seqused_k=None, block_table=None,
 ):  # fmt: skip
-    """torch 2.13."""
+    """torch 2.12 and 2.13."""
     assert window_size[1] == 0, "not causal"
     assert enable_gqa or query.shape[1] == key.shape[2]
     assert torch.equal(cu_seq_k.diff(), seqused_k)
@@ -85,9 +87,31 @@ def varlen_attn(
     return _reference(query, (key, value), cu_seq_q, seqused_k, block_table, scale, window_size)
 
 
-def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    """torch 2.10."""
-    raise AssertionError("has no block table")
+def _dense(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window):
+    """Keys side by side, as torch 2.10 and 2.11 want them: the same as one block for each key."""
+    assert key.ndim == value.ndim == 3
+    assert key.shape == value.shape
+    assert query.shape[1] % key.shape[1] == 0
+    assert cu_seq_q[0] == cu_seq_k[0] == 0
+    assert (len(query), len(key)) == (cu_seq_q[-1], cu_seq_k[-1])
+    lens = cu_seq_k.diff()
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), lens.max())
+    columns = torch.arange(max_k, dtype=torch.int32)
+    tables = torch.where(columns < lens[:, None], cu_seq_k[:-1, None] + columns, -1)
+    return _reference(query, (key[:, None], value[:, None]), cu_seq_q, lens, tables, scale, window)
+
+
+def varlen_attn_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    """No scale, no window: 1 / sqrt(head_dim), and every key or all before."""
+    assert is_causal
+    return _dense(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, query.shape[-1] ** -0.5, (-1, 0))
+
+
+def varlen_attn_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    assert window_size[1] == 0, "not causal"
+    return _dense(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
 
 def flash_attn_unpadded_func(

@@ -10,25 +10,15 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import flash1_backend
-from nanovllm.attention.base import AttentionBatch, AttentionSpec
+from nanovllm.attention import flash1_backend, flash_backend
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.flash1_backend import Flash1Backend, pieces
 from nanovllm.attention.flash_backend import FlashBackend, Kernels, find_kernels
 from nanovllm.attention.flashinfer_backend import FlashInferBackend
 from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.ops.attention import paged_attention_reference
 from tests.attention import fakes
+from tests.attention.steps import BLOCK, STEPS, expected, make_batch, tensors
 from tests.tiny_models import TinyModel
-
-BLOCK = 16
-# (new, context): decodes, whole prompts and chunks after a prefix, on both sides of a block
-STEPS = {
-    "decodes": [(1, 1), (1, 15), (1, 16), (1, 17), (1, 33)],
-    "prompts": [(15, 15), (16, 16), (17, 17)],
-    "chunks": [(2, 17), (16, 32), (15, 48), (31, 33)],
-    "mixed": [(1, 40), (1, 16), (5, 21), (18, 18), (2, 2), (3, 50)],
-    "one": [(7, 7)],
-}
 
 
 def use_flash3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +35,14 @@ def use_flash2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.varlen_attn)
+
+
+def use_torch_2_10(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.varlen_attn_2_10)
+
+
+def use_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.varlen_attn_2_11)
 
 
 def use_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,55 +62,20 @@ CASES = {
     "flash3": (FlashBackend, use_flash3),
     "flash2": (FlashBackend, use_flash2),
     "torch": (FlashBackend, use_torch),
+    "torch 2.10": (FlashBackend, use_torch_2_10),
+    "torch 2.11": (FlashBackend, use_torch_2_11),
     "flashinfer": (FlashInferBackend, use_flashinfer),
     "flash1": (Flash1Backend, use_flash1),
 }
+NO_WINDOW = ("flash1", "torch 2.10")
 each_library = pytest.mark.parametrize("library", CASES)
-
-
-def make_batch(lens: list[tuple[int, int]]) -> AttentionBatch:
-    """Blocks in a random order; every other sequence has adjoining ones, which come as a slice."""
-    counts = [-(-context // BLOCK) for _, context in lens]
-    num_blocks = sum(counts) + 1
-    tables = torch.zeros(len(lens), max(counts) + 1, dtype=torch.int32)
-    spans: list[slice | torch.Tensor] = []
-    free = list(range(1, num_blocks))
-    for i, ((_, context), count) in enumerate(zip(lens, counts)):
-        mine, free = free[:count], free[count:]
-        if i % 2:
-            mine.reverse()
-            spans.append(torch.tensor(mine))
-        else:
-            spans.append(slice(mine[0] * BLOCK, mine[0] * BLOCK + context))
-        tables[i, :count] = torch.tensor(mine)
-    query_lens, context_lens = (list(some) for some in zip(*lens))
-    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-    return AttentionBatch(
-        query_lens, context_lens, spans, starts, torch.tensor(context_lens, dtype=torch.int32), tables,
-        slots=torch.zeros(sum(query_lens), dtype=torch.int64), max_context_len=max(context_lens),
-        num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens)),
-    )  # fmt: skip
-
-
-def tensors(batch: AttentionBatch, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    num_blocks = int(batch.device_block_tables.max()) + 1
-    k_cache, v_cache = torch.randn(2, num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
-    return torch.randn(sum(batch.query_lens), spec.num_heads, spec.head_dim), k_cache, v_cache
-
-
-def expected(batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
-    return paged_attention_reference(
-        *tensors(batch, spec), batch.device_query_starts, batch.device_context_lens, batch.device_block_tables,
-        spec.scale, spec.window,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
     ("library", "window"),
-    [(name, window) for name in CASES for window in (None, 1, 16, 17) if window is None or name != "flash1"],
+    [(name, window) for name in CASES for window in (None, 1, 16, 17) if window is None or name not in NO_WINDOW],
 )
 def test_equals_the_reference(
     monkeypatch: pytest.MonkeyPatch, library: str, step: str, kv_heads: int, window: int | None
@@ -123,6 +86,43 @@ def test_equals_the_reference(
     batch = make_batch(STEPS[step])
     got = backend().attend(*tensors(batch, spec), batch, spec)
     torch.testing.assert_close(got, expected(batch, spec), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [1, 36, 37, 1000])
+@pytest.mark.parametrize("step", ["mixed", "chunks"])
+def test_gathered_keys_come_in_pieces_no_larger_than_allowed(
+    monkeypatch: pytest.MonkeyPatch, step: str, most: int
+) -> None:
+    """A sequence longer than all that is allowed is a piece of its own. Two layers of a step share the indices."""
+    use_torch_2_11(monkeypatch)
+    spec, batch = AttentionSpec(4, 2, 8, torch.float32, window=20), make_batch(STEPS[step])
+    monkeypatch.setattr(flash_backend, "GATHER_BYTES", most * 2 * 2 * 8 * 4)
+    found = flash_backend.gathered_keys(batch, spec, BLOCK)
+    assert [len(piece.slots) for piece in found] == {
+        ("mixed", 1): [40, 16, 21, 18, 2, 50], ("mixed", 36): [40, 16, 21, 20, 50],
+        ("mixed", 37): [40, 37, 20, 50], ("mixed", 1000): [147], ("chunks", 1): [17, 32, 48, 33],
+        ("chunks", 36): [17, 32, 48, 33], ("chunks", 37): [17, 32, 48, 33], ("chunks", 1000): [130],
+    }[step, most]  # fmt: skip
+    for _ in range(2):
+        got = FlashBackend().attend(*tensors(batch, spec), batch, spec)
+        torch.testing.assert_close(got, expected(batch, spec), rtol=1e-5, atol=1e-5)
+    assert len(batch.memo["gathered", spec]) == len(found)
+
+
+def test_gathering_reads_no_slot_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sequence does not use of its blocks, and all other blocks, may hold anything."""
+    use_torch_2_11(monkeypatch)
+    spec, batch = AttentionSpec(4, 2, 8, torch.float32), make_batch(STEPS["mixed"])
+    q, k_cache, v_cache = tensors(batch, spec)
+    clean = FlashBackend().attend(q, k_cache, v_cache, batch, spec)
+    used = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
+    for table, context_len in zip(batch.device_block_tables, batch.context_lens):
+        for position in range(context_len):
+            used[table[position // BLOCK], position % BLOCK] = True
+    for cache in (k_cache, v_cache):
+        cache[~used] = float("nan")
+    batch = make_batch(STEPS["mixed"])
+    assert torch.equal(FlashBackend().attend(q, k_cache, v_cache, batch, spec), clean)
 
 
 def test_one_plan_serves_the_layers_that_ask_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.flash_backend import Kernels, find_kernels
 from nanovllm.attention.optional import load, major_version
 from nanovllm.attention.select import BACKENDS, attention_backend_info, select_backend
 from nanovllm.config import ATTN_BACKENDS
@@ -76,7 +77,7 @@ def test_a_choice_that_cannot_run_is_an_error_with_the_reason(name: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("flash", r"flash_attn is not installed, and torch \S+ has no block_table and seqused_k and window_size in"),
+    [("flash", r"flash_attn is not installed, and torch \S+ has no varlen_attn"),
      ("flashinfer", "flashinfer is not installed"), ("flash1", "flash_attn is not installed")],
 )  # fmt: skip
 def test_what_is_not_installed_is_named(name: str, reason: str) -> None:
@@ -155,6 +156,29 @@ def test_torch_is_used_where_it_takes_block_tables(monkeypatch: pytest.MonkeyPat
     fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.varlen_attn)
     assert refusal("flash") is None
     assert f"torch {torch.__version__} reads blocks of 256" in str(refusal("flash", block_size=16))
+
+
+@pytest.mark.parametrize(("varlen_attn", "window"), [(fakes.varlen_attn_2_10, False), (fakes.varlen_attn_2_11, True)])
+def test_torch_without_block_tables_gathers(monkeypatch: pytest.MonkeyPatch, varlen_attn: Any, window: bool) -> None:
+    """Last of all ways, with blocks of any size, and the name says what it does."""
+    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=varlen_attn)
+    name = f"torch {torch.__version__} varlen_attn, gathered"
+    kernels = find_kernels(False)
+    assert isinstance(kernels, Kernels)
+    assert kernels.library == name
+    assert [refusal("flash", block_size=size) for size in (1, 16, 64, 256)] == [None] * 4
+    said = refusal("flash", replace(SPEC, window=16))
+    assert said == (None if window else f"{name}, has no sliding window (torch 2.11 has, and flash-attn)")
+    monkeypatch.setattr("nanovllm.attention.triton_backend.importlib.util.find_spec", lambda name: name)
+    assert select_backend("auto", [SPEC], fakes.gpu(), 64).backend.name == "triton"
+    assert not select_backend("flash", [SPEC], fakes.gpu(), 64).backend.graph_safe
+    fakes.install(monkeypatch, "flash_attn", __version__="2.8.3", flash_attn_varlen_func=fakes.flash_attn_varlen_func)
+    assert "flash-attn 2 reads blocks of 256" in str(refusal("flash", block_size=64))
+
+
+def test_a_varlen_attn_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=lambda query, key, value, mask: query)
+    assert "has no causal mask in varlen_attn" in str(refusal("flash"))
 
 
 def test_a_broken_package_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

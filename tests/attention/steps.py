@@ -1,0 +1,58 @@
+"""Steps to compute attention for, with their tensors and the reference's answer."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.attention.base import AttentionBatch, AttentionSpec
+from nanovllm.ops.attention import paged_attention_reference
+
+BLOCK = 16
+# (new, context): decodes, whole prompts and chunks after a prefix, on both sides of a block
+STEPS = {
+    "decodes": [(1, 1), (1, 15), (1, 16), (1, 17), (1, 33)],
+    "prompts": [(15, 15), (16, 16), (17, 17)],
+    "chunks": [(2, 17), (16, 32), (15, 48), (31, 33)],
+    "mixed": [(1, 40), (1, 16), (5, 21), (18, 18), (2, 2), (3, 50)],
+    "one": [(7, 7)],
+}
+
+
+def make_batch(lens: list[tuple[int, int]]) -> AttentionBatch:
+    """Blocks in a random order; every other sequence has adjoining ones, which come as a slice."""
+    counts = [-(-context // BLOCK) for _, context in lens]
+    num_blocks = sum(counts) + 1
+    tables = torch.zeros(len(lens), max(counts) + 1, dtype=torch.int32)
+    spans: list[slice | torch.Tensor] = []
+    free = list(range(1, num_blocks))
+    for i, ((_, context), count) in enumerate(zip(lens, counts)):
+        mine, free = free[:count], free[count:]
+        if not mine:
+            spans.append(slice(0, 0))
+        elif i % 2:
+            mine.reverse()
+            spans.append(torch.tensor(mine))
+        else:
+            spans.append(slice(mine[0] * BLOCK, mine[0] * BLOCK + context))
+        tables[i, :count] = torch.tensor(mine, dtype=torch.int32)
+    query_lens, context_lens = (list(some) for some in zip(*lens))
+    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    return AttentionBatch(
+        query_lens, context_lens, spans, starts, torch.tensor(context_lens, dtype=torch.int32), tables,
+        slots=torch.zeros(sum(query_lens), dtype=torch.int64), max_context_len=max(context_lens),
+        num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens)),
+    )  # fmt: skip
+
+
+def tensors(batch: AttentionBatch, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    num_blocks = int(batch.device_block_tables.max()) + 1
+    k_cache, v_cache = torch.randn(2, num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
+    return torch.randn(sum(batch.query_lens), spec.num_heads, spec.head_dim), k_cache, v_cache
+
+
+def expected(batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
+    return paged_attention_reference(
+        *tensors(batch, spec), batch.device_query_starts, batch.device_context_lens, batch.device_block_tables,
+        spec.scale, spec.window,
+    )  # fmt: skip
