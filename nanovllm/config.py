@@ -16,6 +16,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "sjf", "priority")
+EXPERT_PLACEMENTS = ("auto", "resident", "offload")
+EXPERT_POLICIES = ("lfu", "lru", "none")
 ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math")
 
 
@@ -34,6 +36,13 @@ def _fraction(name: str, value: Any, remedy: str) -> None:
         raise ConfigError(f"{name}={value!r}: must be a number in (0, 1]; {remedy}")
 
 
+def _gigabytes(name: str, value: Any, remedy: str, zero: bool = False) -> None:
+    number = not isinstance(value, bool) and isinstance(value, (int, float))
+    if not number or not 0 <= value < 2**20 or (value == 0 and not zero):  # NaN fails too
+        wanted = "a number of gigabytes from 0" if zero else "a positive number of gigabytes"
+        raise ConfigError(f"{name}={value!r}: must be {wanted} below {2**20}; {remedy}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of `LLM(...)`. docs/options.md explains each in plain words."""
@@ -46,6 +55,7 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences running at once
     max_num_batched_tokens: int | None = None  # tokens computed in one step; None = a default for the device
     gpu_memory_utilization: float = 0.9
+    gpu_memory_gb: float | None = None  # behave as on a card of this size; None = the card's own
     kvcache_block_size: int | None = None  # tokens per block; None = a default for the device
     num_kvcache_blocks: int | None = None  # None = as many as fit
     cpu_kvcache_gb: float = 2.0  # KV cache on the CPU, unless num_kvcache_blocks says otherwise
@@ -54,6 +64,12 @@ class EngineConfig:
     max_wait_steps: int | None = 64  # sjf: a waiting request is passed over for at most so many steps; None = no aging
     decode_steps: int | None = None  # tokens decoded between two looks of the scheduler when nobody waits; None = a
     # default for the device. The output is the same for all.
+    expert_placement: str = "auto"  # of a mixture of experts: resident if all fit, else offload
+    expert_cache_gb: float | None = None  # GPU memory for experts when they are offloaded; None = what is left
+    expert_host_gb: float | None = None  # host memory for experts, the rest is read from disk; None = what is free
+    expert_policy: str = "lfu"  # which expert stays on the GPU
+    expert_prefetch: bool = True  # copy what the next layer will probably ask for, while the link is idle
+    expert_cpu_misses: bool = False  # compute a missing expert on the CPU if few tokens want it
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     attn_backend: str = "auto"
@@ -90,18 +106,38 @@ class EngineConfig:
                 raise ConfigError(f"kvcache_block_size={self.kvcache_block_size}: must be a power of two (try {near})")
         if self.num_kvcache_blocks is not None:
             _count("num_kvcache_blocks", self.num_kvcache_blocks, 1, 2**31 - 1, "leave it out to fill the memory")
-        gigabytes = self.cpu_kvcache_gb
-        if isinstance(gigabytes, bool) or not isinstance(gigabytes, (int, float)) or not 0 < gigabytes < 2**20:
-            raise ConfigError(f"cpu_kvcache_gb={self.cpu_kvcache_gb!r}: must be a positive number of gigabytes")
+        _gigabytes("cpu_kvcache_gb", self.cpu_kvcache_gb, "2 holds 46,000 tokens of a small model")
         if self.max_wait_steps is not None:
             _count("max_wait_steps", self.max_wait_steps, 0, 2**31 - 1, "None turns aging off")
         if self.decode_steps is not None:
             _count("decode_steps", self.decode_steps, 1, 64, "1 visits the scheduler for every token")
+        self._check_experts()
         _count("tensor_parallel_size", self.tensor_parallel_size, 1, 1024, "the number of GPUs to split over")
         _count("seed", self.seed, -(2**63), 2**64 - 1, "any 64-bit integer")
-        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
+        switches = ("enable_prefix_caching", "expert_prefetch", "expert_cpu_misses", "enforce_eager")
+        for name in (*switches, "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+
+    def _check_experts(self) -> None:
+        _choice("expert_placement", self.expert_placement, EXPERT_PLACEMENTS)
+        _choice("expert_policy", self.expert_policy, EXPERT_POLICIES)
+        if self.gpu_memory_gb is not None:
+            _gigabytes("gpu_memory_gb", self.gpu_memory_gb, "leave it out to use the whole card")
+        if self.expert_cache_gb is not None:
+            _gigabytes("expert_cache_gb", self.expert_cache_gb, "leave it out to use what the card has left")
+            if self.expert_placement == "resident":
+                raise ConfigError(
+                    f"expert_cache_gb={self.expert_cache_gb} limits offloaded experts, but expert_placement='resident' "
+                    f"keeps all on the GPU: leave one of the two out"
+                )
+            if self.gpu_memory_gb is not None and self.expert_cache_gb > self.gpu_memory_gb:
+                raise ConfigError(
+                    f"expert_cache_gb={self.expert_cache_gb} is more than gpu_memory_gb={self.gpu_memory_gb}: "
+                    f"lower the former, or leave it out to use what is left"
+                )
+        if self.expert_host_gb is not None:
+            _gigabytes("expert_host_gb", self.expert_host_gb, "0 reads all experts from disk", zero=True)
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

@@ -13,6 +13,7 @@ from typing import Any
 from nanovllm.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+MAX_EXPERTS = 2**12  # a layer; the largest published models have some hundreds
 
 
 def positive_int(config: Mapping[str, Any], name: str, default: int | None = None, high: int = 2**31 - 1) -> int:
@@ -72,6 +73,62 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """The sparse layers: a router chooses `top_k` of `num_experts` gated MLPs for every token."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of one expert; ModelConfig.intermediate_size is that of dense layers
+    renormalise: bool  # whether the chosen experts' probabilities are divided by their sum
+    layers: tuple[bool, ...]  # which layers are sparse
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], architecture: str, num_layers: int) -> MoeConfig | None:
+        """None for a model without experts."""
+        if architecture == "MixtralForCausalLM":
+            size_name, renormalise, layers = "intermediate_size", True, (True,) * num_layers
+        elif architecture == "Qwen3MoeForCausalLM":
+            size_name, renormalise = "moe_intermediate_size", config.get("norm_topk_prob") or False
+            layers = _qwen3_moe_layers(config, num_layers)
+        else:
+            return None
+        if not isinstance(renormalise, bool):
+            raise ModelError(f"config.json: norm_topk_prob={renormalise!r} must be true or false")
+        num_experts = _num_experts(config)
+        top_k = positive_int(config, "num_experts_per_tok", high=MAX_EXPERTS)
+        if top_k > num_experts:
+            raise ModelError(
+                f"config.json: num_experts_per_tok={top_k} must be at most the number of experts, {num_experts}"
+            )
+        if config.get("shared_expert_intermediate_size"):
+            raise ModelError(
+                f"config.json: shared_expert_intermediate_size={config['shared_expert_intermediate_size']!r}: shared "
+                "experts (Qwen2-MoE) are not supported; use a Mixtral or Qwen3-MoE model"
+            )
+        size = positive_int(config, size_name, high=2**22)
+        return cls(num_experts, top_k, size, renormalise, layers) if any(layers) else None
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """Mixtral's files say num_local_experts, Qwen's num_experts; transformers 5 writes the first for both."""
+    found = {name: config[name] for name in ("num_local_experts", "num_experts") if config.get(name) is not None}
+    if len(found) == 2 and found["num_local_experts"] != found["num_experts"]:
+        raise ModelError(f"config.json: num_local_experts and num_experts disagree ({found}); keep the right one")
+    return positive_int(config, next(iter(found), "num_local_experts"), high=MAX_EXPERTS)
+
+
+def _qwen3_moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Every decoder_sparse_step-th layer is sparse, unless mlp_only_layers names it."""
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise ModelError(f"config.json: mlp_only_layers={dense!r} must be a list of layer numbers")
+    if any(not 0 <= i < num_layers for i in dense):
+        raise ModelError(f"config.json: mlp_only_layers={dense!r} must lie in [0, {num_layers - 1}]")
+    every = positive_int(config, "decoder_sparse_step", 1)
+    return tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     architecture: str
     vocab_size: int
@@ -90,6 +147,7 @@ class ModelConfig:
     windowed_layers: tuple[bool, ...]  # which layers the window applies to
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]  # the whole file, for what only one family reads
+    moe: MoeConfig | None = None  # None = every layer is dense
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -124,6 +182,7 @@ class ModelConfig:
             windowed_layers=windowed,
             eos_token_ids=_eos_token_ids(config, generation_config or {}),
             hf=config,
+            moe=MoeConfig.from_hf(config, architectures[0], num_layers),
         )
 
 
@@ -136,7 +195,9 @@ def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | N
         if len(layer_types) != num_layers or any(kind not in known for kind in layer_types):
             raise ModelError(f"config.json: layer_types={layer_types!r} does not fit {num_layers} attention layers")
         windowed = tuple(kind == "sliding_attention" for kind in layer_types)
-    elif config.get("model_type", "") in ("qwen2", "qwen3", "qwen3_moe"):
+    elif config.get("model_type", "") == "qwen3_moe":  # has no max_window_layers: all layers or none
+        windowed = (bool(config.get("use_sliding_window")),) * num_layers
+    elif config.get("model_type", "") in ("qwen2", "qwen3"):
         first = positive_int(config, "max_window_layers", 28) if config.get("max_window_layers") != 0 else 0
         windowed = tuple(bool(config.get("use_sliding_window")) and i >= first for i in range(num_layers))
     else:

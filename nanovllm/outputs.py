@@ -42,6 +42,9 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    # Offloaded experts, from this request's arrival to its last output, other requests' tokens included: hit_rate,
+    # bytes_per_token, stall_seconds, prefetch_precision and the counts behind them. None if all experts are resident.
+    experts: dict[str, Any] | None = None
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -40,6 +40,13 @@ def test_max_num_seqs(value: object) -> None:
         ("seed", [2**64, -(2**63) - 1, 0.5, None], "18446744073709551615]"),
         ("gpu_memory_utilization", [0, -0.5, 1.01, NAN, INF, "0.9", True], "(0, 1]"),
         ("cpu_kvcache_gb", [0, -1, NAN, INF, "2"], "positive"),
+        ("gpu_memory_gb", [0, -1, NAN, INF, "11", 2**20], "positive number of gigabytes below 1048576"),
+        ("expert_cache_gb", [0, -1, NAN, INF, "2", 2**20], "positive number of gigabytes below 1048576"),
+        ("expert_host_gb", [-1, -1e-9, NAN, INF, "2", 2**20], "number of gigabytes from 0 below 1048576"),
+        ("expert_placement", ["gpu", None, True], "auto, resident, offload"),
+        ("expert_policy", ["LFU", None, "fifo"], "lfu, lru, none"),
+        ("expert_prefetch", [1, None], "True or False"),
+        ("expert_cpu_misses", ["yes"], "True or False"),
         ("enable_prefix_caching", [1, None, "yes"], "True or False"),
         ("enforce_eager", [0], "True or False"),
         ("skip_tokenizer_init", ["no"], "True or False"),
@@ -59,7 +66,11 @@ def test_bad_values_are_refused_by_name_with_the_limit(name: str, bad: list[obje
         assert str(value) in message, message
 
 
-@pytest.mark.parametrize(("name", "value"), [("cpu_kvcache_gb", True), ("gpu_memory_utilization", 10**400)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cpu_kvcache_gb", True), ("gpu_memory_gb", True), ("expert_host_gb", False), ("expert_cache_gb", 10**400),
+     ("gpu_memory_utilization", 10**400)],
+)  # fmt: skip
 def test_a_bool_is_no_number_and_a_huge_integer_no_crash(name: str, value: object) -> None:
     refusal(**{name: value})
 
@@ -75,6 +86,14 @@ def test_the_token_budget_covers_a_decode_of_everyone() -> None:
     assert "64" in message
     assert "raise" in message
     assert EngineConfig(max_num_seqs=64, max_num_batched_tokens=64).max_num_batched_tokens == 64
+
+
+def test_expert_options_that_contradict() -> None:
+    message = refusal(expert_placement="resident", expert_cache_gb=4)
+    assert "expert_cache_gb=4" in message
+    assert "leave one of the two out" in message
+    message = refusal(gpu_memory_gb=11, expert_cache_gb=11.5)
+    assert "expert_cache_gb=11.5 is more than gpu_memory_gb=11" in message
 
 
 @pytest.mark.parametrize(
@@ -95,6 +114,9 @@ def test_the_token_budget_covers_a_decode_of_everyone() -> None:
         {"seed": -1},
         {"seed": 2**64 - 1},
         {"scheduling_policy": "sjf"},
+        {"gpu_memory_gb": 11, "expert_cache_gb": 11, "expert_host_gb": 0, "expert_placement": "offload"},
+        {"expert_cache_gb": 1e-6, "expert_host_gb": 2**20 - 1, "expert_policy": "none", "expert_prefetch": False},
+        {"expert_placement": "resident", "expert_host_gb": 1.5, "expert_cpu_misses": True, "expert_policy": "lru"},
         {"device": "cpu", "dtype": "float32", "enforce_eager": True, "load_format": "dummy"},
     ],
 )

@@ -70,6 +70,28 @@ VARIANTS = {
     "qwen3-bias-tied": Variant("Qwen3", {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
 }  # fmt: skip
 
+QWEN3_MOE = {"head_dim": 20, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2}
+MOE_VARIANTS = {
+    "mixtral": Variant("Mixtral", {"num_local_experts": 8}),
+    "mixtral-top1": Variant("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "num_key_value_heads": 1}),
+    "mixtral-window-sharded": Variant(
+        "Mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 20, "tie_word_embeddings": True},
+        {"max_shard_size": "60KB"},
+    ),
+    "qwen3-moe": Variant("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
+    "qwen3-moe-renormalised": Variant("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    "qwen3-moe-dense-layers": Variant(
+        "Qwen3Moe",
+        {**QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "qwen3-moe-every-second": Variant(  # and every expert taken, and a window
+        "Qwen3Moe",
+        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts": 3, "num_experts_per_tok": 3,
+         "use_sliding_window": True, "sliding_window": 20, "norm_topk_prob": False},
+    ),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -95,9 +117,21 @@ class TinyModel:
         return [answer.tokens for answer in self.answers]
 
     def load_hf(self) -> Any:
-        from transformers import AutoModelForCausalLM
+        return load_hf(self.path)
 
-        return AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager").eval()
+
+def load_hf(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    return eager(AutoModelForCausalLM.from_pretrained(path, **options)).eval()
+
+
+def eager(model: Any) -> Any:
+    """Experts one after another, plain matmuls: nothing in common with what we test."""
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
+    return model
 
 
 def random_prompts(lens: tuple[int, ...] = PROMPT_LENS, seed: int = 0) -> list[list[int]]:
@@ -121,7 +155,7 @@ def hf_model(variant: Variant, seed: int) -> Any:
 
     config = hf_config(variant)
     config._attn_implementation = "eager"  # plain matmul and softmax: nothing in common with what we test
-    model = getattr(transformers, f"{variant.family}ForCausalLM")(config).eval()
+    model = eager(getattr(transformers, f"{variant.family}ForCausalLM")(config)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -151,7 +185,7 @@ def answer(model: Any, prompt: list[int], num_tokens: int = NEW_TOKENS) -> Answe
 
 
 def build(name: str, folder: Path) -> TinyModel:
-    variant = VARIANTS[name]
+    variant = {**VARIANTS, **MOE_VARIANTS}[name]
     for seed in range(50):
         model = hf_model(variant, seed)
         answers: list[Answer] = []

@@ -1,4 +1,4 @@
-"""The `nanovllm` command: generate, chat, bench, info.
+"""The `nanovllm` command: generate, chat, bench, info, plan.
 
 torch is imported inside commands only, so that help and mistakes answer at once. An error raised on purpose is one
 line on stderr and exit code 2; NANOVLLM_DEBUG=1 shows where it came from.
@@ -19,6 +19,7 @@ import typer
 
 from nanovllm.cli.benches import bench
 from nanovllm.cli.options import ENGINE, SAMPLING, with_options
+from nanovllm.cli.plan import PLAN, PlanOptions, make_plan, plan_record, show_plan
 from nanovllm.cli.stream import InOrder, Speed, encode, note, run_requests
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError, RequestError
@@ -105,6 +106,31 @@ def info(
         print(json.dumps(facts))
     else:
         page.show(facts)
+
+
+@app.command(name="plan")
+@with_options(options=PLAN)
+def plan_command(
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Also write the plan as JSON (- = only that).")
+    ] = None,
+    *,
+    options: PlanOptions,
+) -> None:
+    """Say what of a model goes where on a card, what fits and how fast it can be; loads and downloads nothing.
+
+    Exit code 1: the model cannot run there."""
+    plan = make_plan(options)
+    if json_file != "-":
+        show_plan(plan)
+    if json_file is not None:
+        text = json.dumps(plan_record(plan))
+        try:
+            print(text) if json_file == "-" else Path(json_file).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"--json {json_file}: cannot be written: {error}") from None
+    if plan.tiers is None:
+        raise typer.Exit(1)
 
 
 def read_prompts(given: list[str], file: str | None) -> list[str]:

@@ -20,7 +20,16 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from nanovllm.config import ATTN_BACKENDS, DEVICES, DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
+from nanovllm.config import (
+    ATTN_BACKENDS,
+    DEVICES,
+    DTYPES,
+    EXPERT_PLACEMENTS,
+    EXPERT_POLICIES,
+    LOAD_FORMATS,
+    POLICIES,
+    EngineConfig,
+)
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 
@@ -107,6 +116,7 @@ ENGINE = OptionGroup(
         "max_num_seqs": "How many sequences may run at the same time; the others wait.",
         "max_num_batched_tokens": "How many tokens one step may compute; long prompts are cut into such pieces.",
         "gpu_memory_utilization": "Share of the GPU's memory that this engine may fill with weights and cache.",
+        "gpu_memory_gb": "Behave as on a card with so many gigabytes; default: all that the card has.",
         "kvcache_block_size": "Tokens per block of the KV cache (16 to 256): small wastes less.",
         "num_kvcache_blocks": "Blocks in the KV cache; none = as many as fit.",
         "cpu_kvcache_gb": "Gigabytes for the KV cache on a CPU.",
@@ -114,6 +124,13 @@ ENGINE = OptionGroup(
         "scheduling_policy": f"Who is served first: first come, shortest, or by priority. {_one_of(POLICIES)}",
         "max_wait_steps": "sjf: a waiting request is passed over for at most so many steps; none = no limit.",
         "decode_steps": "Tokens decoded between two looks of the scheduler when nobody waits; same output for all.",
+        "expert_placement": "Mixture of experts: keep all experts on the GPU, or load them as they are chosen; auto "
+        f"offloads only what does not fit. {_one_of(EXPERT_PLACEMENTS)}",
+        "expert_cache_gb": "Gigabytes of GPU memory for offloaded experts; default: what is left.",
+        "expert_host_gb": "Gigabytes of host memory for experts, the others are read from disk; default: what is free.",
+        "expert_policy": f"Which expert stays on the GPU: often used, last used, or none. {_one_of(EXPERT_POLICIES)}",
+        "expert_prefetch": "Copy the experts that the next layer will probably choose while the link is idle.",
+        "expert_cpu_misses": "Compute a missing expert on the CPU if one or two tokens want it; changes last digits.",
         "enforce_eager": "Do not capture GPU graphs: starts faster, runs slower.",
         "tensor_parallel_size": "Over how many GPUs to split the model.",
         "attn_backend": f"How attention is computed; auto takes the best that works here. {_one_of(ATTN_BACKENDS)}",

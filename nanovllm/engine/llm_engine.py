@@ -24,6 +24,7 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.errors import ConfigError, EngineDeadError, RequestError
+from nanovllm.executor.expert_memory import batched_tokens_for_experts
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.model_runner import InFlight
 from nanovllm.hardware.device import Device, is_out_of_memory
@@ -44,7 +45,6 @@ logger = logging.getLogger("nanovllm")
 # Defaults by device: a CPU wants small steps (each takes long anyway) and little waste, a GPU wants large ones.
 DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
-DEFAULT_DECODE_STEPS = {"cpu": 1, "gpu": 8}  # a GPU's host must not be asked for every token
 
 
 @dataclass
@@ -70,9 +70,8 @@ class LLMEngine:
             self.max_model_len = resolve_max_model_len(config, self.model_config)
             self.tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(checkpoint)
             device = Device.choose(config.device)
-            kind = "gpu" if device.is_gpu else "cpu"
             block_size = resolve_block_size(config, device)
-            max_tokens = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[kind], config.max_num_seqs)
+            max_tokens = config.max_num_batched_tokens or default_batched_tokens(config, self.model_config, device)
             self.executor = LocalExecutor(
                 config, self.model_config, checkpoint, device, self.max_model_len, block_size, max_tokens
             )
@@ -80,7 +79,7 @@ class LLMEngine:
             checkpoint.close()
         self.scheduler = Scheduler(
             SchedulerLimits(
-                config.max_num_seqs, max_tokens, self.max_model_len, config.decode_steps or DEFAULT_DECODE_STEPS[kind]
+                config.max_num_seqs, max_tokens, self.max_model_len, config.decode_steps or self.executor.decode_steps
             ),
             BlockManager(self.executor.layout.num_blocks, block_size, config.enable_prefix_caching),
             make_policy(config.scheduling_policy, config.max_wait_steps),
@@ -152,6 +151,7 @@ class LLMEngine:
             raise RequestError(f"request_id={request_id!r} is already running: ids must be unique")
         bad_words = self.inputs.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
         request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
+        request.experts_before = self.executor.expert_stats()
         self._requests[request_id] = request  # from here on nothing is refused any more
         self._num_host_sampled += not is_plain(params)
         number = next(self._request_count)
@@ -277,10 +277,23 @@ class LLMEngine:
                 continue
             if request.finished:
                 request.finished_time = time.monotonic()
+                self._note_experts(request)
                 self._drop(request)
             if request.finished or not request.final_only:
                 outputs.append(request.output())
         return outputs
+
+    def _note_experts(self, request: Request) -> None:
+        now = self.executor.expert_stats()
+        if now is None or request.experts_before is None:
+            return
+        since = now - request.experts_before
+        request.experts = since.summary()
+        logger.info(
+            "experts: %.0f %% found on the device, %.3f GB copied a token, %.2f s waited for copies, %.0f %% of the "
+            "guesses right", 100 * since.hit_rate, since.bytes_per_token / 1e9, since.stall_seconds,
+            100 * since.prefetch_precision,
+        )  # fmt: skip
 
     def _drop(self, request: Request) -> None:
         del self._requests[request.request_id]
@@ -346,6 +359,13 @@ def resolve_block_size(config: EngineConfig, device: Device) -> int:
     if config.attn_backend == "flash":
         return 256  # flash-attn 2 reads no smaller pages
     return DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
+
+
+def default_batched_tokens(config: EngineConfig, model: ModelConfig, device: Device) -> int:
+    if model.moe is not None and device.is_gpu:
+        dtype = device.resolve_dtype(config.dtype, model.dtype)
+        return batched_tokens_for_experts(config, model, device, dtype)
+    return max(DEFAULT_BATCHED_TOKENS["gpu" if device.is_gpu else "cpu"], config.max_num_seqs)
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import EngineInput
+from nanovllm.moe.cache import ExpertStats
 from nanovllm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
@@ -58,6 +59,8 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    experts_before: ExpertStats | None = None  # what was counted when it arrived
+    experts: dict[str, Any] | None = None  # what was counted since, once it has finished
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None:
@@ -104,7 +107,7 @@ class Request:
             num_cached_tokens=first.num_cached_tokens,
             metrics=RequestMetrics(
                 self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time,
-                sum(completion.seq.num_preemptions for completion in self.completions),
+                sum(completion.seq.num_preemptions for completion in self.completions), self.experts,
             ),
             error=next((str(c.seq.stop_reason) for c in self.completions if c.seq.finish_reason == "error"), None),
         )  # fmt: skip

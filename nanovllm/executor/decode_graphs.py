@@ -8,8 +8,10 @@ every visit of the host, and which the graph itself advances from token to token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -80,14 +82,24 @@ class DecodeGraphs:
         """Largest first: its memory then serves all others."""
         pool = None
         for size in reversed(self.sizes):
+            compute = partial(self._compute, size)
             if self._eager:
-                self._replays[size] = lambda size=size: self._compute(size)  # type: ignore[misc]
+                self._replays[size] = compute
             else:
-                self._replays[size], pool = capture_graph(lambda size=size: self._compute(size), pool)  # type: ignore[misc]
+                self._replays[size], pool = capture_graph(compute, pool)
 
     def compute_each(self) -> None:
         for size in self.sizes:
             self._compute(size)
+
+    @contextlib.contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Kernel by kernel, as it was before the capture: for who wants to look inside a step."""
+        captured, self._replays = self._replays, {size: partial(self._compute, size) for size in self.sizes}
+        try:
+            yield
+        finally:
+            self._replays = captured
 
     def size_for(self, num_lanes: int) -> int:
         return next(size for size in self.sizes if size >= num_lanes)

@@ -10,6 +10,8 @@ are sampled there with the host's help, which waits.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import numpy as np
 import torch
 
@@ -56,9 +58,13 @@ class GpuRunner:
             self._mixed_graphs.capture()
             self._keep_tokens(self._begin_lanes((), 1))  # compiled now, not at the first token
 
+    def uncaptured(self) -> AbstractContextManager[None]:
+        """Decodes kernel by kernel while it lasts (see DecodeGraphs)."""
+        return self._graphs.uncaptured()
+
     def launch_every_kernel(self) -> None:
         """What `capture` would launch, once, of one layer of each kind. For `compile_ahead`: nothing really runs."""
-        if len(set(self.model.specs)) == 1:
+        if self.model.num_layer_kinds == 1:
             del self._caches[1:]  # the layers are alike, and the model runs as many as it is given caches
         with torch.inference_mode():
             self._graphs.compute_each()

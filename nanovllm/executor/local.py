@@ -16,8 +16,10 @@ from typing import Any, Protocol
 from nanovllm.attention.select import Selection, select_backend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.executor.expert_memory import card_bytes, open_offload, size_experts
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
+from nanovllm.executor.mixed_graphs import TOKEN_BUCKETS
 from nanovllm.executor.model_runner import InFlight, ModelRunner, try_largest_step
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
@@ -25,6 +27,9 @@ from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, Transformer, attention_specs
+from nanovllm.moe.cache import ExpertStats
+from nanovllm.moe.offload import Offload
+from nanovllm.moe.sizing import CONTEXT_BYTES, GRAPH_BYTES
 from nanovllm.ops.opset import choose_ops
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
@@ -32,7 +37,7 @@ from nanovllm.weights.loader import load_dummy, load_weights
 
 logger = logging.getLogger("nanovllm")
 
-GRAPH_BYTES = 512 << 20  # kept free for captured graphs, the sampler's scratch and the libraries' own buffers
+GPU_DECODE_STEPS = 8
 
 
 @contextlib.contextmanager
@@ -62,7 +67,25 @@ class LocalExecutor:
         specs = attention_specs(model_config, self.dtype, Parallel())
         self.selection: Selection = select_backend(config.attn_backend, specs, self.device, block_size)
         logger.info("attention backend %s on %s", self.selection.backend.name, self.device.name)
-        model = self._build(model_config, max_model_len)
+        self.offload: Offload | None = None
+        try:
+            self._start(config, model_config, checkpoint, (max_model_len, max_num_batched_tokens, block_size))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, limits: tuple[int, int, int]
+    ) -> None:
+        max_model_len, max_num_batched_tokens, block_size = limits
+        self.device.limit_memory(None if config.gpu_memory_gb is None else card_bytes(config, self.device))
+        build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), Parallel())
+        if model_config.moe is not None:
+            tiers = size_experts(config, model_config, self.device, self.dtype, limits)
+            self.offload = open_offload(config, model_config, self.device, build, tiers, checkpoint)
+        experts = None if self.offload is None else self.offload.experts
+        parts = Parts(build, self.selection.backend, max_model_len, experts)
+        model = find_family(model_config)(model_config, parts).eval()
         with logged("weights loaded and kernels compiled"):
             compiled = self._compile_ahead(config, model, max_model_len, block_size, max_num_batched_tokens)
             self._load(config, model, checkpoint)
@@ -70,6 +93,9 @@ class LocalExecutor:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         with logged("memory of the largest step measured"):
             spare = self._spare_bytes(config, model, max_model_len, max_num_batched_tokens, block_size)
+        if self.offload is not None:
+            self.offload.forget()  # the step that was tried says nothing about which experts will be wanted
+        specs = model.specs
         layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
         most = config.max_num_seqs * -(-max_model_len // block_size)
         if config.num_kvcache_blocks is None and layout.num_blocks > most and not self.device.is_gpu:
@@ -78,22 +104,21 @@ class LocalExecutor:
         with logged("cache allocated and graphs captured"):
             self.runner = self._make_runner(config, model, max_model_len, max_num_batched_tokens)
 
-    def _build(self, model_config: ModelConfig, max_model_len: int) -> Transformer:
-        build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), Parallel())
-        return find_family(model_config)(model_config, Parts(build, self.selection.backend, max_model_len)).eval()
-
     def _load(self, config: EngineConfig, model: Transformer, checkpoint: Checkpoint) -> None:
+        places = None if self.offload is None else self.offload.places()
         if config.load_format == "dummy":
-            load_dummy(model, config.seed)
+            load_dummy(model, config.seed, places)
         else:
-            load_weights(model, checkpoint, model.rules)
+            load_weights(model, checkpoint, model.rules, places)
+        if self.offload is not None:
+            self.offload.watch_gates(model.router_weights())
 
     def _compile_ahead(
         self, config: EngineConfig, model: Transformer, max_model_len: int, block_size: int, max_num_tokens: int
     ) -> Callable[[], None]:
         """Kernels are compiled in threads while weights load: start-up of Qwen3-0.6B on an H200 with an empty kernel
         cache took 23.6 s without."""
-        if not self._uses_gpu_runner(model):
+        if not self._uses_gpu_runner(model) or not model.graph_safe:  # a trial would choose experts by garbage
             return lambda: None
         from nanovllm.executor.gpu_runner import GpuRunner
         from nanovllm.ops.triton.compile_ahead import compile_ahead
@@ -118,18 +143,23 @@ class LocalExecutor:
         step_bytes = self.device.peak_bytes(
             lambda: try_largest_step(model, self.device, num_tokens, max_model_len, config.max_num_seqs, block_size)
         )
-        free, total = self.device.memory()
-        ours = int(total * config.gpu_memory_utilization) - self.device.allocated_bytes()
-        return min(free, ours) - step_bytes - (0 if config.enforce_eager else GRAPH_BYTES)
+        free, _ = self.device.memory()
+        card = card_bytes(config, self.device)
+        ours = int(card * config.gpu_memory_utilization)
+        if config.gpu_memory_gb is not None:
+            ours = min(ours, card - CONTEXT_BYTES)  # on a real card of that size the context would take its part
+        graphs = 0 if config.enforce_eager else GRAPH_BYTES
+        if graphs and model.graph_safe:  # a captured step of up to 2,048 tokens keeps its scratch for ever
+            graphs += step_bytes * min(num_tokens, TOKEN_BUCKETS[-1]) // num_tokens
+        return min(free, ours - self.device.allocated_bytes()) - step_bytes - graphs
 
     def _make_runner(self, config: EngineConfig, model: Transformer, max_model_len: int, max_num_tokens: int) -> Runner:
         seqs = config.max_num_seqs
         if self._uses_gpu_runner(model):
             from nanovllm.executor.gpu_runner import GpuRunner
 
-            runner = GpuRunner(
-                model, self.layout, self.device, seqs, max_model_len, max_num_tokens, eager=config.enforce_eager
-            )
+            eager = config.enforce_eager or not model.graph_safe
+            runner = GpuRunner(model, self.layout, self.device, seqs, max_model_len, max_num_tokens, eager)
             runner.capture()
             return runner
         caches = allocate(self.layout, model.specs, self.device)
@@ -138,18 +168,33 @@ class LocalExecutor:
 
     @property
     def overlap(self) -> int:
-        """How many plans may be launched before the first is committed."""
-        return self.runner.overlap
+        """How many plans may be launched before the first is committed. With offloaded experts the host takes part in
+        every layer, so there is nothing to plan ahead of."""
+        return self.runner.overlap if self.offload is None else 1
+
+    @property
+    def decode_steps(self) -> int:
+        """Tokens between two looks of the scheduler, for who does not say: a GPU's host must not be asked for each, but
+        where a token takes long, nobody should wait for eight."""
+        return GPU_DECODE_STEPS if self.device.is_gpu and self.offload is None else 1
+
+    def expert_stats(self) -> ExpertStats | None:
+        """Cumulative; None unless experts are offloaded."""
+        return None if self.offload is None else self.offload.stats()
 
     def launch(self, plan: StepPlan) -> InFlight:
         return self.runner.launch(plan)
 
     def close(self) -> None:
+        if self.offload is not None:
+            self.offload.close()
+            self.offload = None
         if hasattr(self, "runner"):
             del self.runner
             if self.device.is_gpu:
                 gc.collect()  # captured graphs and their buffers refer to each other; the memory must be free *now*
-            self.device.release_cached()
+        self.device.release_cached()
+        self.device.limit_memory(None)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -161,6 +206,7 @@ class LocalExecutor:
             "kv_block_size": self.layout.block_size,
             "kv_blocks": self.layout.num_blocks,
             "kv_bytes": self.layout.num_bytes,
+            **({} if self.offload is None else {"experts": self.offload.describe()}),
         }
 
 

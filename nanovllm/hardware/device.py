@@ -98,6 +98,12 @@ class Device:
         torch.cuda.empty_cache()
         return peak
 
+    def limit_memory(self, num_bytes: int | None) -> None:
+        """torch may take so much of the card and no more: a large card stands in for a small one. None = all of it."""
+        if self.is_gpu:
+            share = 1.0 if num_bytes is None else num_bytes / self.memory()[1]
+            torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
     def release_cached(self) -> None:
         if self.is_gpu:
             torch.cuda.empty_cache()

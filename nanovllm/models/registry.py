@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from nanovllm.errors import ModelError
 from nanovllm.model_config import ModelConfig
-from nanovllm.models import llama, qwen2, qwen3
+from nanovllm.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 from nanovllm.models.transformer import Parts, Transformer
 
-FAMILIES = (llama, qwen2, qwen3)
+FAMILIES = (llama, qwen2, qwen3, mixtral, qwen3_moe)
 
 
 def find_family(config: ModelConfig) -> Callable[[ModelConfig, Parts], Transformer]:

@@ -1,8 +1,8 @@
-"""The decoder that every dense family here shares: embed, N x (attention, MLP), norm, head.
+"""The decoder that every family here shares: embed, N x (attention, MLP or experts), norm, head.
 
-A family (llama.py, qwen2.py, qwen3.py) only says how it differs, as a `Style`; its checkpoint names are data, the
-RULES below. The residual stream travels beside the branch (`x`, `residual`), so that each addition is fused with the
-norm that follows it.
+A family (llama.py, qwen3.py, mixtral.py, ...) only says how it differs, as a `Style`; its checkpoint names are data,
+the RULES below. The residual stream travels beside the branch (`x`, `residual`), so that each addition is fused with
+the norm that follows it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.model_config import ModelConfig
+from nanovllm.moe.layer import Experts, MakeExperts, MoeLayer, ResidentExperts
 from nanovllm.weights.rules import Rule
 
 
@@ -32,6 +33,7 @@ class Style:
     out_bias: bool = False
     mlp_bias: bool = False
     head_norm: bool = False  # RMSNorm on every head of q and k
+    more_rules: tuple[Rule, ...] = ()  # checkpoint names that are not in RULES
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Parts:
     build: Build
     backend: AttentionBackend
     max_model_len: int
+    experts: MakeExperts | None = None  # None: all experts live in the device's memory
 
 
 RULES = (
@@ -59,7 +62,7 @@ RULES = (
 
 
 class DecoderLayer(Layer):
-    def __init__(self, config: ModelConfig, style: Style, parts: Parts, spec: AttentionSpec) -> None:
+    def __init__(self, index: int, config: ModelConfig, style: Style, parts: Parts, spec: AttentionSpec) -> None:
         super().__init__()
         build, eps = parts.build, config.rms_norm_eps
         self.ops = build.ops
@@ -69,7 +72,10 @@ class DecoderLayer(Layer):
             qkv_bias=style.qkv_bias, out_bias=style.out_bias, head_norm_eps=eps if style.head_norm else None,
         )  # fmt: skip
         self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, build)
+        if config.moe is not None and config.moe.layers[index]:
+            self.mlp = MoeLayer(config.moe, config.hidden_size, make_experts(index, config, parts), build)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, build)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, cache: KVCache
@@ -91,16 +97,24 @@ class DecoderLayer(Layer):
         return gemv(gated, mlp.down.weight, mlp.down.bias, residual=x)
 
 
-class Transformer(Layer):
-    rules = RULES
+def make_experts(index: int, config: ModelConfig, parts: Parts) -> Experts:
+    assert config.moe is not None
+    if parts.experts is None:
+        return ResidentExperts(config.moe, config.hidden_size, parts.build)
+    return parts.experts(index, config.moe, config.hidden_size, parts.build)
 
+
+class Transformer(Layer):
     def __init__(self, config: ModelConfig, style: Style, parts: Parts) -> None:
         super().__init__()
         build = parts.build
         self.ops = build.ops
+        self.rules = RULES + style.more_rules
+        self.is_dense = config.moe is None
         self.specs = attention_specs(config, build.dtype, build.parallel)  # one per layer
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        self.layers = nn.ModuleList([DecoderLayer(config, style, parts, spec) for spec in self.specs])
+        layers = (DecoderLayer(i, config, style, parts, spec) for i, spec in enumerate(self.specs))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         tied = self.embed if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, build, tied)
@@ -111,7 +125,7 @@ class Transformer(Layer):
         """Final hidden states of the rows whose logits are wanted, [len(step.logit_rows), hidden]."""
         x, residual = self.embed(step.token_ids), None  # [tokens, hidden]
         rope = Rope(*self.ops.rope_inputs(self.cos_sin, step.positions))
-        if self.ops.fuses_few(x):
+        if self.is_dense and self.ops.fuses_few(x):
             residual = torch.zeros_like(x)
             for layer, cache in zip(self.layers, caches):
                 x = layer.forward_few(x, rope, step, cache)
@@ -124,6 +138,19 @@ class Transformer(Layer):
             x, residual = x[step.logit_rows], residual[step.logit_rows]
         x, _ = self.norm(x, residual)
         return x
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether a step can be captured: experts that are copied in when they are chosen cannot."""
+        return all(layer.mlp.experts.graph_safe for layer in self.layers if isinstance(layer.mlp, MoeLayer))
+
+    def router_weights(self) -> list[torch.Tensor]:
+        """Of the sparse layers in order."""
+        return [layer.mlp.gate.weight for layer in self.layers if isinstance(layer.mlp, MoeLayer)]
+
+    @property
+    def num_layer_kinds(self) -> int:
+        return len({(spec, type(layer.mlp)) for spec, layer in zip(self.specs, self.layers)})
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)  # [rows, vocab]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.ops import activation, linear, norm, qk_norm_rope, rotary
+from nanovllm.ops import activation, linear, moe, norm, qk_norm_rope, rotary
 
 FEW_ROWS, FEW_HIDDEN = 2, 2048  # see Ops.fuses_few
 
@@ -26,6 +26,9 @@ class Ops:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     qk_norm_rope: Callable[..., torch.Tensor]
     gemv: Callable[..., torch.Tensor] | None  # a linear map of few rows, fused with the norm, gate or sum around it
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # this and the next two: ops/moe.py
+    expert_pairs: Callable[..., torch.Tensor]
+    sum_pairs: Callable[[torch.Tensor], torch.Tensor]
     gathers_rope: bool  # cosines and sines are gathered once a step for all layers, not by each layer's kernel
 
     def fuses_few(self, x: torch.Tensor) -> bool:
@@ -47,6 +50,9 @@ PLAIN = Ops(
     silu_mul=activation.silu_mul,
     qk_norm_rope=qk_norm_rope.qk_norm_rope,
     gemv=None,
+    route=moe.route,
+    expert_pairs=moe.expert_pairs,
+    sum_pairs=moe.sum_pairs,
     gathers_rope=True,
 )
 
@@ -55,6 +61,7 @@ def triton_ops() -> Ops:
     """Raises ImportError where triton is not installed."""
     from nanovllm.ops.triton import activation as t_activation
     from nanovllm.ops.triton import gemv as t_gemv
+    from nanovllm.ops.triton import moe_experts, moe_route
     from nanovllm.ops.triton import norm as t_norm
     from nanovllm.ops.triton import qk_norm_rope as t_rope
 
@@ -71,6 +78,9 @@ def triton_ops() -> Ops:
         silu_mul=t_activation.silu_mul,
         qk_norm_rope=t_rope.qk_norm_rope,
         gemv=t_gemv.gemv,
+        route=moe_route.route,
+        expert_pairs=moe_experts.expert_pairs,
+        sum_pairs=moe_route.sum_pairs,
         gathers_rope=False,
     )
 

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.errors import ModelError
 from nanovllm.weights.gguf_checkpoint import GGUFCheckpoint
-from nanovllm.weights.safetensors_folder import SafetensorsFolder
+from nanovllm.weights.safetensors_folder import Location, SafetensorsFolder
 
 
 class Checkpoint(Protocol):
@@ -29,6 +29,9 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """One tensor on the CPU as stored (quantised GGUF: float32), touched only now. Not to be written to: it may
         be the file itself, mapped into memory."""
+
+    def location(self, name: str) -> Location | None:
+        """Where its bytes lie, for readers that stream them. None if they are stored in another form (GGUF)."""
 
     def load_tokenizer(self) -> Any:
         """A transformers fast tokenizer; ModelError if there is none."""

@@ -139,6 +139,9 @@ class GGUFCheckpoint:
         rows = tensor.unflatten(0, (num_heads, -1, 2))  # [heads, d/2, 2, ...]
         return rows.transpose(1, 2).reshape(tensor.shape)
 
+    def location(self, name: str) -> None:
+        """Quantised, or with rows in another order: nothing that could be copied as it lies there."""
+
     def load_tokenizer(self) -> Any:
         return build_tokenizer(self._file.metadata, self.path)
 

@@ -1,11 +1,19 @@
 """Loading weights, with a proof: every part of every parameter is filled exactly once, and nothing is left over.
 
-One tensor is read, copied into its place and dropped before the next, so loading needs the model plus one tensor.
-A parameter that no tensor filled would hold whatever was in memory: that is an error with its name, as is a tensor that
-no parameter wants.
+The proof needs names and shapes only, so a model that does not fit its config.json is refused before the first byte
+is read. Then one tensor is read, copied into its place and dropped before the next: loading needs the model plus one
+tensor. A parameter that no tensor filled would hold whatever was in memory: that is an error with its name, as is a
+tensor that no parameter wants.
+
+What is not a parameter of the model, such as experts that live in host memory, is given as `places`, by the name the
+parameter would have: filled alike, proved alike.
 """
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,72 +26,99 @@ from nanovllm.weights.rules import Rule, find_destination
 DUMMY_RANGE = 1e-3  # uniform in +-1e-3, as vLLM's dummy loader draws, so that figures compare
 
 
-def load_dummy(model: nn.Module, seed: int) -> None:
-    """Weights of the right shapes and no meaning, for speed tests of models that cannot be downloaded."""
-    for index, (_, parameter) in enumerate(model.named_parameters()):
-        generator = torch.Generator(parameter.device).manual_seed((seed + index) & (2**63 - 1))
-        parameter.data.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+@dataclass(frozen=True)
+class OnDisk:
+    """A tensor that stays in its file: that it is there in this shape is proved, then its owner is told its name."""
+
+    shape: tuple[int, ...]
+    remember: Callable[[str], None]
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> None:
-    names = checkpoint.names()
-    if not names:
-        raise ModelError(f"{checkpoint.path}: no *.safetensors beside config.json (load_format='dummy' needs none)")
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    expected = _expected_parts(model)
-    tied = {name for name in parameters if name not in expected}  # another name of a parameter loaded elsewhere
-    filled: set[tuple[str, str]] = set()
-    unused: list[str] = []
-    for name in tqdm(names, desc="loading weights", unit="tensor", disable=None, leave=False):
-        destination = find_destination(rules, name)
-        if destination is None or (destination.parameter and destination.parameter not in parameters):
-            unused.append(name)
-            continue
-        target, part = destination.parameter, destination.part
-        if target is None or target in tied:
-            continue
-        if (target, part) in filled:
-            raise ModelError(f"{checkpoint.path}: {name!r} fills {target} twice")
-        if part not in expected[target]:
-            unused.append(name)
-            continue
-        _copy(checkpoint, name, parameters[target], expected[target][part])
-        filled.add((target, part))
-    _prove_complete(checkpoint, expected, filled, unused)
+Place = torch.Tensor | OnDisk
+Places = Mapping[str, Mapping[str, Place]]  # parameter -> part -> where it goes; '' is the part of what is not stacked
 
 
-def _expected_parts(model: nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
-    """parameter -> part -> (first row, number of rows); a parameter that is not stacked has the single part ''."""
-    expected: dict[str, dict[str, tuple[int, int]]] = {}
+def load_dummy(model: nn.Module, seed: int, places: Places | None = None) -> None:
+    """Weights of the right shapes and no meaning, for speed tests of models that cannot be downloaded. A part's
+    values depend on its name and the seed, not on where it lives: a model gives the same text however it is placed."""
+    device = next(model.parameters()).device  # drawing 45 GB of experts on the host would take minutes
+    generator = torch.Generator(device)
+    for target, parts in _all_places(model, places).items():
+        for part, place in parts.items():
+            if isinstance(place, OnDisk):
+                raise ModelError(f"load_format='dummy': {target}[{part}] is to stay on disk, but dummy weights have no "
+                                 "files; raise expert_host_gb")  # fmt: skip
+            digest = hashlib.blake2b(f"{seed}/{target}/{part}".encode(), digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+            drawn = place if place.device == device else torch.empty_like(place, device=device)
+            drawn.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+            if drawn is not place:
+                place.copy_(drawn)
+
+
+def load_weights(
+    model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...], places: Places | None = None
+) -> None:
+    found = _prove_complete(model, checkpoint, rules, _all_places(model, places))
+    for name, place in tqdm(found.items(), desc="loading weights", unit="tensor", disable=None, leave=False):
+        if isinstance(place, OnDisk):
+            place.remember(name)
+        else:
+            place.copy_(checkpoint.read(name))
+
+
+def _all_places(model: nn.Module, places: Places | None) -> dict[str, Mapping[str, Place]]:
+    """The model's own parameters, cut into the parts their layers say (`Linear.parts`), and the given places."""
+    found: dict[str, Mapping[str, Place]] = {}
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         rows: dict[str, int] = getattr(owner, "parts", {"": len(parameter)})
-        starts, start = {}, 0
-        for part, count in rows.items():
-            starts[part] = (start, count)
-            start += count
-        assert start == len(parameter), name
-        expected[name] = starts
-    return expected
-
-
-def _copy(checkpoint: Checkpoint, name: str, parameter: torch.Tensor, rows: tuple[int, int]) -> None:
-    target = parameter.data[rows[0] : rows[0] + rows[1]]
-    shape = checkpoint.shape(name)
-    if tuple(shape) != tuple(target.shape):
-        wanted = tuple(target.shape)
-        raise ModelError(f"{checkpoint.path}: {name!r} has shape {tuple(shape)}, config.json implies {wanted}")
-    target.copy_(checkpoint.read(name))
+        found[name] = dict(zip(rows, parameter.data.split(list(rows.values()))))
+    assert not found.keys() & (places or {}).keys()
+    return {**found, **(places or {})}
 
 
 def _prove_complete(
-    checkpoint: Checkpoint,
-    expected: dict[str, dict[str, tuple[int, int]]],
-    filled: set[tuple[str, str]],
-    unused: list[str],
-) -> None:
-    missing = [f"{name}[{part}]" if part else name for name, parts in expected.items() for part in parts
-               if (name, part) not in filled]  # fmt: skip
+    model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...], places: dict[str, Mapping[str, Place]]
+) -> dict[str, Place]:
+    """Tensor name -> the place it fills."""
+    names = checkpoint.names()
+    if not names:
+        raise ModelError(f"{checkpoint.path}: no *.safetensors beside config.json (load_format='dummy' needs none)")
+    # Another name of a parameter that is loaded elsewhere (a head tied to the embedding).
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - places.keys()
+    found: dict[str, Place] = {}
+    filled: set[tuple[str, str]] = set()
+    unused: list[str] = []
+    for name in names:
+        destination = find_destination(rules, name)
+        if destination and (destination.parameter is None or destination.parameter in tied):
+            continue
+        if destination is None or destination.part not in places.get(destination.parameter, {}):
+            unused.append(name)
+            continue
+        target = (destination.parameter, destination.part)
+        if target in filled:
+            raise ModelError(f"{checkpoint.path}: {name!r} fills {_spell(*target)} twice")
+        filled.add(target)
+        found[name] = places[target[0]][target[1]]
+        _check_shape(checkpoint, name, found[name])
+    missing = [_spell(name, part) for name, parts in places.items() for part in parts if (name, part) not in filled]
+    _refuse(checkpoint, missing, unused)
+    return found
+
+
+def _spell(name: str, part: str) -> str:
+    return f"{name}[{part}]" if part else name
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, place: Place) -> None:
+    shape, wanted = tuple(checkpoint.shape(name)), tuple(place.shape)
+    if shape != wanted:
+        raise ModelError(f"{checkpoint.path}: {name!r} has shape {shape}, config.json implies {wanted}")
+
+
+def _refuse(checkpoint: Checkpoint, missing: list[str], unused: list[str]) -> None:
     problems = []
     for what, names in (("not found in the checkpoint", missing), ("in the checkpoint but not in the model", unused)):
         if names:

@@ -1,8 +1,9 @@
 """Rules: checkpoint names -> parameters of the model, as data.
 
 A rule's source is a pattern over the *whole* name, so no name can match by accident: `{i}` stands for a number,
-`{x:a|b}` for one of the listed words. What a field caught may be used in the target; a field called `part` says
-which of the stacked pieces of the target it fills. A target of None drops the tensor on purpose.
+`{x:a|b}` for one of the listed words. What a field caught may be used in the target; a field called `part`, or a
+template of that name over several fields ("{e}.gate"), says which of the stacked pieces of the target it fills. A
+target of None drops the tensor on purpose.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import cached_property
 class Rule:
     source: str
     target: str | None
+    part: str = "{part}"
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -30,8 +32,8 @@ class Rule:
         found = self._pattern.fullmatch(name)
         if found is None:
             return None
-        fields = found.groupdict()
-        return Destination(self.target and self.target.format(**fields), fields.get("part", ""))
+        fields = {"part": "", **found.groupdict()}
+        return Destination(self.target and self.target.format(**fields), self.part.format(**fields))
 
 
 @dataclass(frozen=True)

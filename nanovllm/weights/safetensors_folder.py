@@ -8,9 +8,10 @@ index only says which files belong to the model, and must agree with them.
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +20,16 @@ from nanovllm.errors import ModelError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+class Location(NamedTuple):
+    """Where a tensor's bytes lie, row after row without gaps."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
 
 
 class SafetensorsFolder:
@@ -31,6 +42,8 @@ class SafetensorsFolder:
         self.generation_config = read_json(generation) if generation.is_file() else {}
         self._shards: list[Any] = []  # open files
         self._shard_of: dict[str, Any] = {}  # tensor name -> open file
+        self._file_of: dict[str, str] = {}  # tensor name -> file name
+        self._locations: dict[str, dict[str, Location]] = {}  # file name -> its tensors; filled when asked for
         try:
             self._open_shards()
         except BaseException:
@@ -39,7 +52,7 @@ class SafetensorsFolder:
 
     def _open_shards(self) -> None:
         weight_map = _read_index(self.path)
-        file_of: dict[str, str] = {}
+        file_of = self._file_of
         for file_name in _shard_names(self.path, weight_map):
             shard = _open_shard(self.path / file_name)
             self._shards.append(shard)
@@ -70,6 +83,17 @@ class SafetensorsFolder:
             return self._shard(name).get_tensor(name)
         except SafetensorError as error:
             raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
+
+    def location(self, name: str) -> Location:
+        """For readers that must survive a file that shrinks under them: touching a mapping of it would be a SIGBUS."""
+        shape = self.shape(name)
+        file_name = self._file_of[name]
+        if file_name not in self._locations:
+            self._locations[file_name] = _read_locations(self.path / file_name)
+        found = self._locations[file_name].get(name)
+        if found is None or found.num_bytes != math.prod(shape) * found.dtype.itemsize:
+            raise ModelError(f"{self.path / file_name}: tensor {name} is not stored as plain numbers; convert it.")
+        return found
 
     def load_tokenizer(self) -> Any:
         return load_tokenizer(self.path)
@@ -142,6 +166,27 @@ def _open_shard(path: Path) -> Any:
         return safe_open(str(path), framework="pt", device="cpu").__enter__()
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{path}: not a whole safetensors file ({error}); get it again.") from error
+
+
+def _read_locations(path: Path) -> dict[str, Location]:
+    """A safetensors file: the header's length (8 bytes, little-endian), the header (JSON), the data."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size)) if header_size <= size - 8 else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: its header cannot be read ({error}); get it again.") from error
+    locations = {}
+    for name, entry in header.items():
+        if name == "__metadata__" or entry.get("dtype") not in _DTYPES:
+            continue
+        start, stop = entry["data_offsets"]  # safe_open has checked that the header has this shape
+        if not (type(start) is type(stop) is int and 0 <= start <= stop <= size - 8 - header_size):
+            raise ModelError(f"{path}: {name} lies at {start}..{stop}, beyond the end of the file; get it again.")
+        locations[name] = Location(path, 8 + header_size + start, stop - start, _DTYPES[entry["dtype"]])
+    return locations
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from nanovllm.bench.named import CEILINGS, limit_seconds, parse_workload
+from nanovllm import LLM
+from nanovllm.bench.named import CEILINGS, count_touched, limit_seconds, parse_workload
+from nanovllm.bench.workload import Workload
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "benchmarks/models"
-PARAMETERS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}
+PARAMETERS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "mixtral-8x7b": 46_702_792_704}
+TINY_MIXTRAL = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
 
 
 def test_main_has_the_familys_token_counts() -> None:
@@ -36,6 +40,8 @@ def test_a_repeat_shares_no_prefix() -> None:
         ("qwen3-0.6b", "main", 37_158), ("qwen3-0.6b", "1x512", 3_466), ("qwen3-0.6b", "64x2048", 11_805),
         ("qwen3-0.6b", "256x512", 44_775), ("qwen3-0.6b", "prefill 64x1024", 654_000),
         ("qwen3-8b", "main", 13_070), ("qwen3-8b", "64x512", 10_220), ("qwen3-8b", "prefill 16x1024", 51_519),
+        ("mixtral-8x7b", "main", 4_560), ("mixtral-8x7b", "1x256", 172), ("mixtral-8x7b", "16x256", 748),
+        ("mixtral-8x7b", "64x512", 2_618), ("mixtral-8x7b", "prefill 16x1024", 30_233),
     ],
 )  # fmt: skip
 def test_limits_are_the_published_ones(model: str, name: str, limit: float) -> None:
@@ -43,10 +49,23 @@ def test_limits_are_the_published_ones(model: str, name: str, limit: float) -> N
     workload, is_prefill = parse_workload(name)
     tokens = workload.num_prompt_tokens if is_prefill else workload.num_output_tokens
     found = tokens / limit_seconds(workload, config, PARAMETERS[model], CEILINGS["NVIDIA H200"])
-    assert found == pytest.approx(limit, rel=0.005)
+    # Of Mixtral's prompts the published limit also has the head's product for every token, which nobody needs.
+    assert found == pytest.approx(limit, rel=0.015 if is_prefill and config.moe else 0.005)
 
 
 @pytest.mark.parametrize("name", ["", "64", "x512", "64x", "decode 1x2", "main2"])
 def test_a_typo_is_told(name: str) -> None:
     with pytest.raises(ConfigError, match="64x512"):
         parse_workload(name)
+
+
+def test_experts_touched_are_counted_and_the_model_is_left_as_it_was(make_llm: Callable[..., LLM]) -> None:
+    """One sequence touches top_k = 2 of 8 experts a layer; eight touch more; then nothing counts any more."""
+    engine = make_llm(TINY_MIXTRAL).engine
+    route = [layer.mlp.ops.route for layer in engine.executor.runner.model.layers]
+    prompts = [[(7 * i + j) % 2048 for j in range(16)] for i in range(8)]
+    one = count_touched(engine, Workload(prompts[:1], [16]), 0.6)
+    many = count_touched(engine, Workload(prompts, [16] * 8), 0.6)
+    assert one == 2
+    assert 2 < many <= 8
+    assert [layer.mlp.ops.route for layer in engine.executor.runner.model.layers] == route

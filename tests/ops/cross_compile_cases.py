@@ -3,12 +3,14 @@
 Run as a script (`python cross_compile_cases.py 90 120 ...`) in a process of its own: a process that interprets Triton
 kernels cannot compile them. `test_cross_compile.py` runs it and judges the lines.
 """
+import itertools
 import json
 import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -19,6 +21,12 @@ from nanovllm.ops.triton import (
     decode_state,
     gemv,
     lanes,
+    moe_align,
+    moe_gemm,
+    moe_gemv,
+    moe_grouped,
+    moe_route,
+    moe_tiles,
     norm,
     prefill_attention,
     qk_norm_rope,
@@ -64,10 +72,11 @@ def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group:
     return run
 
 
-def decode_case(dtype: str, head_dim: int, block_size: int, window: int):
+def decode_case(dtype: str, head_dim: int, block_size: int, window: int, batch: int = 1):
     def run(arch: int):
         size = 4 if dtype == "fp32" else 2
-        fitted = decode_attention.fit_launch(decode_attention.DecodeLaunch(1), head_dim, size, capability_of(arch))
+        launch = decode_attention.choose_launch(batch, 8, 4096, 132)
+        fitted = decode_attention.fit_launch(launch, head_dim, size, capability_of(arch))
         types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32"] + ["fp32"]
         types += ["i32:16"] * 4 + ["i32"] * 2
         consts = {"NUM_KV_HEADS": 3, "GROUP": 3, "ROWS": 16, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
@@ -97,6 +106,56 @@ def gemv_case(dtype: str, rows: int, size: int, fused: bool):
               "HAS_BIAS": not fused, "HAS_NORM": fused, "GATED": fused, "HAS_RESIDUAL": not fused}  # fmt: skip
     types = [f"*{dtype}"] * 6 + ["i32:16", "i32:16", "i32", "fp32"]
     return lambda arch: compile_kernel(gemv.gemv_kernel, types, consts, arch, 1)
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...]) -> dict:
+    """Both products of an expert as the rule cuts them for so many tokens: its tiles depend on shared memory."""
+    d, cases = f"*{dtype}", {}
+    for num_tokens, (hidden, size) in itertools.product(sizes, ((4096, 14336),)):
+        plan = moe_tiles.default_plan(num_tokens, moe_tiles.Shape(hidden, size, 2, DTYPES[dtype]), capability_of(arch))
+        if plan.kind == "grouped":  # what the rule would take without PyTorch's product
+            plan = moe_tiles.default_plan(num_tokens, moe_tiles.Shape(hidden, size, 2, torch.float16), (9, 0))
+        for name, kernel, types, consts, tile in (
+            ("gate_up", moe_gemm.gate_up_kernel, [d, d] + ["*i32"] * 3 + [d, "i32:16", "i32:16"],
+             {"SIZE": hidden, "OUT_SIZE": size, "TOP_K": 2}, plan.gate_up),
+            ("down", moe_gemm.down_kernel, [d, d] + ["*i32"] * 3 + ["*fp32", d, "i32:16"],
+             {"SIZE": size, "OUT_SIZE": hidden}, plan.down),
+        ):  # fmt: skip
+            options = moe_gemm.launch_options(plan.block_m, consts["SIZE"], tile)
+            stages = {"num_warps": options.pop("num_warps"), "num_stages": options.pop("num_stages")}
+            cases[f"moe_{name} {dtype} {num_tokens}"] = (
+                lambda arch, kernel=kernel, types=types, consts=consts | options, stages=stages:
+                compile_kernel(kernel, types, consts, arch, **stages)
+            )  # fmt: skip
+    return cases
+
+
+def moe_small_cases(dtype: str) -> dict:
+    d, ints = f"*{dtype}", ["*i32"] * 6 + ["i32"] * 3
+    route = {"NUM_EXPERTS": 60, "E": 64, "TOP_K": 6, "K": 8, "RENORMALISE": True}
+    sizes = {"SLOTS": 128, "CHUNK": 64}
+    place = sizes | {"ROWS": 16, "BLOCK_M": 16}
+    blocks = {"BLOCK_N": 1, "BLOCK_K": 512}
+    plain = {
+        "moe_route": (moe_route.route_kernel, [d, "*i32", "*fp32", "i32"], route, 1),
+        "moe_sum": (moe_route.sum_pairs_kernel, [d, d], {"SIZE": 4096, "TOP_K": 2, "TILE": 1024}, 4),
+        "moe_count": (moe_align.count_kernel, ["*i32", "*i32", "i32", "i32", "i32"], sizes, 8),
+        "moe_place": (moe_align.place_kernel, ints, place | {"COUNTED": True}, 8),
+        "moe_place one": (moe_align.place_kernel, ints, place | {"COUNTED": False}, 8),
+        "moe_gemv gate_up": (moe_gemv.gate_up_gemv_kernel, [d, d, "*i32", d, "i32:16", "i32:16"],
+                             {"SIZE": 4096, "OUT_SIZE": 14336, "TOP_K": 2} | blocks, 1),
+        "moe_gemv down": (moe_gemv.down_gemv_kernel, [d, d, "*i32", "*fp32", d, "i32:16"],
+                          {"SIZE": 14336, "OUT_SIZE": 4096} | blocks, 1),
+        "moe_gather": (moe_grouped.gather_kernel, [d, "*i32", "*i32", d, "i32", "i32:16"],
+                       {"SIZE": 4096, "TOP_K": 2, "TILE": 2048}, 4),
+        "moe_scatter": (moe_grouped.scatter_kernel, [d, "*i32", "*i32", "*fp32", d, "i32"],
+                        {"SIZE": 4096, "TILE": 2048}, 4),
+    }  # fmt: skip
+    return {f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch, case[3]))
+            for name, case in plain.items()}  # fmt: skip
 
 
 def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
@@ -145,16 +204,20 @@ def cases_for(arch: int) -> dict:
     for shape in attention_shapes(arch):
         cases[f"prefill {half} {shape}"] = prefill_case(half, *shape, 3)
         cases[f"decode {half} {shape}"] = decode_case(half, *shape)
+    cases[f"decode 64 rows {half}"] = decode_case(half, 128, 64, 0, batch=64)
     cases["merge"] = merge_case(half)
+    cases.update(moe_cases(half, arch, (3, 17, 65, 129, 513) if arch in (80, 90) else (17, 513)))
     if arch in (86, 89):  # the rest does not depend on shared memory, and 80 compiles it
         return cases
     cases.update(small_cases(half))
+    cases.update(moe_small_cases(half))
     cases[f"rope {half}"] = rope_case(half, 128, 128, True)
     cases[f"gemv {half}"] = gemv_case(half, 1, 1024, True)
     if arch in (75, 90):
         cases[f"rope partial {half}"] = rope_case(half, 80, 32, False)
         cases[f"gemv rows {half}"] = gemv_case(half, 3, 576, False)
     if arch == 90:
+        cases.update(moe_cases("fp32", arch, (17,)))
         cases["prefill fp32"] = prefill_case("fp32", 64, 16, 0, 3)
         cases["decode fp32"] = decode_case("fp32", 64, 16, 0)
         cases.update(small_cases("fp32", ("norm", "silu", "store_kv", "sample tiles", "sample pick")))

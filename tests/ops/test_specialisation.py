@@ -22,6 +22,10 @@ from nanovllm.ops.triton import (
     decode_state,
     gemv,
     lanes,
+    moe_experts,
+    moe_gemm,
+    moe_route,
+    moe_tiles,
     norm,
     prefill_attention,
     qk_norm_rope,
@@ -80,7 +84,7 @@ def test_attention(compiled, by_head):
         starts = ints(batch + 1 + skipped)[skipped:]
         prefill_attention.prefill_attention(q, *cache, starts, lens, tables, 0.1)
     assert {name: len(keys) for name, keys in compiled.items()} == {
-        "decode_kernel": 1, "merge_kernel": 1, "prefill_kernel": 1,
+        "decode_kernel": 2, "merge_kernel": 1, "prefill_kernel": 1,  # decode: two tiles, by the batch
     }  # fmt: skip
 
 
@@ -132,3 +136,36 @@ def test_gemv(compiled):
     assert {rows for rows, _, _ in used} == {1, 2, 4}
     assert len(used) == 12
     assert len(compiled["gemv_kernel"]) <= len(used)
+
+
+def test_experts(compiled, monkeypatch):
+    """Decode and prefill of any size run what `sizes_to_warm` has compiled; so does a pool with its own stride. Beyond:
+    one variant of the sorting kernels each for few and for many pairs, per BLOCK_M."""
+    for module in (moe_tiles, moe_gemm):
+        name = "capability" if module is moe_tiles else "num_multiprocessors"
+        monkeypatch.setattr(module, name, lambda device, name=name: (9, 0) if name == "capability" else 132)
+    hidden, size, experts, top_k = 64, 96, 8, 2
+    gate_up, down = empty(experts, 2 * size, hidden), empty(experts, hidden, size)
+
+    def run(rows, skipped=0):
+        x, logits = empty(rows, hidden), empty(rows, experts)
+        ids, weights = moe_route.route(logits, top_k, True)
+        ids, weights = ints(rows + skipped, top_k)[skipped:], torch.zeros(rows + skipped, top_k)[skipped:]
+        moe_route.sum_pairs(moe_experts.expert_pairs(x, gate_up, down, ids, weights))
+
+    def counts():
+        return {name: len(keys) for name, keys in compiled.items()}
+
+    shape = moe_tiles.Shape(hidden, size, top_k, BF16)
+    for rows in moe_tiles.sizes_to_warm(2000, shape, gate_up.device):
+        run(rows)
+    warm = counts()
+    for rows, skipped in itertools.product((*BATCHES, 64, 512, 513, 1024, 2000), (0, 1)):
+        run(rows, skipped)
+    now = counts()
+    assert now.pop("count_kernel") == 1
+    assert now.pop("place_kernel") <= warm.pop("place_kernel") + 2
+    warm.pop("count_kernel")
+    assert now == warm
+    assert (warm["gate_up_kernel"], warm["down_kernel"]) == (4, 5)
+    assert warm["gate_up_gemv_kernel"] == warm["down_gemv_kernel"] == warm["route_kernel"] == 1

@@ -1,0 +1,26 @@
+"""What the links of this machine really carry: the numbers that `nanovllm plan --measure` predicts from."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.timing import time_on_device
+
+COPY_BYTES = 256 * 10**6  # long enough that starting the copy does not count, short enough to pin anywhere
+
+
+def host_to_device_bandwidth(device: Device, num_bytes: int = COPY_BYTES) -> float:
+    """Bytes per second from page-locked host memory; without a GPU, from one place in memory to another."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8)  # written, so that its pages exist
+    if device.is_gpu:
+        source = source.pin_memory()
+    target = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    return num_bytes / time_on_device(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def read_bandwidth(device: Device, num_bytes: int = COPY_BYTES) -> float:
+    """Bytes per second of the device's own memory. A copy on the device reads and writes, so it counts twice."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    target = torch.zeros_like(source)
+    return 2 * num_bytes / time_on_device(lambda: target.copy_(source), device)

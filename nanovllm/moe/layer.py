@@ -1,0 +1,66 @@
+"""The sparse layer: a router chooses top_k experts for every token, and their outputs are added, each by its weight.
+
+The layer knows how experts are chosen, not where they live: that is `Experts`. ResidentExperts keeps all of them in the
+memory of the device; those that do not fit it come from elsewhere and give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.linear import Linear
+from nanovllm.model_config import MoeConfig
+
+
+class Experts(Protocol):
+    """How the chosen experts are computed, wherever they live."""
+
+    graph_safe: bool  # no host sync and fixed addresses: a step with these experts can be captured
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], ids int32 and weights float32 [tokens, top_k] -> [tokens, hidden]."""
+
+
+MakeExperts = Callable[[int, MoeConfig, int, Build], Experts]  # (layer index, facts, hidden size, build)
+
+
+class ResidentExperts(Layer):
+    """All experts of a layer, stacked in two matrices. Several ranks share each expert, as they do a dense MLP."""
+
+    graph_safe = True
+
+    def __init__(self, moe: MoeConfig, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.ops, self.parallel = build.ops, build.parallel
+        share = build.parallel.share(moe.intermediate_size, "intermediate size of an expert")
+        self.gate_up = Linear(hidden, expert_parts(moe, share), False, build)
+        self.down = Linear(share, {str(e): hidden for e in range(moe.num_experts)}, False, build)
+        self.gate_up_shape = (moe.num_experts, 2 * share, hidden)
+        self.down_shape = (moe.num_experts, hidden, share)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self.gate_up.weight.view(self.gate_up_shape), self.down.weight.view(self.down_shape)
+        pairs = self.ops.expert_pairs(x, gate_up, down, ids, weights)  # [tokens, top_k, hidden]; expert e is in slot e
+        return self.parallel.all_reduce(self.ops.sum_pairs(pairs))
+
+
+def expert_parts(moe: MoeConfig, rows: int) -> dict[str, int]:
+    """gate and up of expert 0, then of expert 1, ...: an expert is one contiguous piece of the stack."""
+    return {f"{e}.{which}": rows for e in range(moe.num_experts) for which in ("gate", "up")}
+
+
+class MoeLayer(Layer):
+    def __init__(self, moe: MoeConfig, hidden: int, experts: Experts, build: Build) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.top_k, self.renormalise = moe.top_k, moe.renormalise
+        self.gate = Linear(hidden, {"": moe.num_experts}, False, build)  # whole on every rank: all must choose alike
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids, weights = self.ops.route(self.gate(x), self.top_k, self.renormalise)
+        return self.experts(x, ids, weights)

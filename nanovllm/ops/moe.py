@@ -1,0 +1,99 @@
+"""Mixture of experts: which experts a token takes, what they give, and their sum. Triton twins: `ops/triton/moe_*.py`.
+
+`route(logits [T, E], top_k, renormalise)` -> ids int32 [T, k], weights float32 [T, k]. Softmax over all experts in
+fp32, the k largest, equal ones by lower id; divided by their sum if renormalise. They are chosen by logit, which orders
+them as the probability does but is exact: implementations whose exp differs in the last bit choose the same experts.
+
+`expert_pairs(x [T, H], gate_up [S, 2I, H], down [S, H, I], slots int32 [T, k], weights [T, k], out=None)` -> [T, k, H]:
+
+    out[t, j] = weights[t, j] * down[s] @ (silu(gate_up[s, :I] @ x[t]) * (gate_up[s, I:] @ x[t])),    s = slots[t, j].
+
+A row whose slot is -1 is left as it was. S need not be the number of experts: gate_up and down may be the slots of one
+pool of memory, with any stride between them. Sums are fp32; the SiLU product is rounded to x.dtype, as is out.
+
+Several passes give the bits of one. Experts that do not fit a card are computed in turns: each pass gets the same x and
+weights and a `slots` with only some experts' pairs, the others -1. A result row depends on x[t], on its expert's
+weights, on weights[t, j], on T and on which pairs share its expert; never on the pairs of other experts. Callers
+therefore keep all pairs of an expert in one pass. Here it holds because every expert is a matrix product of its own,
+over rows that begin on a cache line (a BLAS may choose other kernels by the number of rows, and by alignment).
+
+`sum_pairs(pairs [T, k, H])` -> [T, H]: added in fp32 in the order of k, rounded once.
+"""
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.ops.activation import silu_mul
+from nanovllm.ops.linear import linear
+
+LINE_BYTES = 64
+
+
+def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = logits.float()
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # topk promises no order of equals
+    weights = logits.softmax(-1).gather(1, ids)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids.int(), weights
+
+
+def expert_pairs(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    (num_tokens, top_k), hidden = slots.shape, x.shape[1]
+    out = x.new_empty(num_tokens, top_k, hidden) if out is None else out
+    rows = out.view(-1, hidden)
+    order = slots.flatten().sort(stable=True).indices  # pairs by slot, those without one first
+    counts = torch.bincount(slots.flatten() + 1, minlength=gate_up.shape[0] + 1).tolist()
+    order, counts = order[counts[0] :], counts[1:]
+    if len(order) == 0:
+        return out
+    if _uses_grouped_mm(x, gate_up.shape[1] // 2):
+        ends = torch.tensor(counts).cumsum(0).int().to(x.device)
+        active = silu_mul(F.grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends))
+        found = F.grouped_mm(active, down.transpose(1, 2), offs=ends)
+        rows[order] = _weighted(found, weights, order)
+        return out
+    for slot, pairs in enumerate(order.split(counts)):
+        if len(pairs):
+            active = silu_mul(linear(x[pairs // top_k], gate_up[slot]))
+            rows[pairs] = _weighted(linear(active, down[slot]), weights, pairs)
+    return out
+
+
+def _weighted(found: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """In 16 bits `found` was already rounded once by the product; the kernels weight the fp32 sum itself."""
+    return (found.float() * weights.flatten()[pairs, None].float()).to(found.dtype)
+
+
+def _uses_grouped_mm(x: torch.Tensor, size: int) -> bool:
+    """fp32 on a CPU takes `linear` expert by expert: faster for 4 to 48 rows, and the same product elsewhere."""
+    if x.is_cpu and x.dtype == torch.float32:
+        return False
+    whole_lines = all(n * x.element_size() % LINE_BYTES == 0 for n in (x.shape[1], size))
+    return whole_lines and _has_grouped_mm(x.device, x.dtype)
+
+
+@functools.cache
+def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Its devices and dtypes grew from release to release: one small call tells."""
+    x, ends = torch.zeros(16, 32, dtype=dtype, device=device), torch.tensor([0, 16], dtype=torch.int32, device=device)
+    try:
+        F.grouped_mm(x, torch.zeros(2, 32, 32, dtype=dtype, device=device).transpose(1, 2), offs=ends)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def sum_pairs(pairs: torch.Tensor) -> torch.Tensor:
+    total = pairs[:, 0].float()
+    for j in range(1, pairs.shape[1]):
+        total = total + pairs[:, j]
+    return total.to(pairs.dtype)

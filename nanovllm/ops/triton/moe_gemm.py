@@ -1,0 +1,165 @@
+"""The two products of an expert over sorted rows (`moe_align.py`), with what stands before and after them fused.
+
+GEMM 1:  active[i] = silu(gate[s] @ x[t]) * (up[s] @ x[t])      rows gathered from x, written in sorted order
+GEMM 2:  out[pair] = weights[pair] * (down[s] @ active[i])       sorted rows read, scattered to their pairs
+
+where sorted position i holds `pair` = order[i], of token t = pair // k and slot s. GEMM 1 keeps a tile of gate and the
+same tile of up in registers, so the [pairs, 2I] product never reaches memory; GEMM 2 applies the router's weight in
+fp32, and as no two pairs share an output the k results of a token are added later in a fixed order (`sum_pairs`).
+
+A tile is one block of positions (one slot, at most BLOCK_M rows) by BLOCK_N outputs, over all of K: every sum has one
+owner and one order. Nothing about a tile depends on other slots' pairs but where it runs. That is the promise of
+`ops/moe.py`, and why K is never cut between programs by how many experts happen to be in the call.
+
+Grid. How many tiles there are is known only on the device. A fixed number of programs walks over them, stepping by the
+grid's size, so a captured graph is right for every routing and a pool of hundreds of slots costs no empty programs.
+PROGRAMS_PER_SM is well over what fits at once: the hardware hands out programs as others end, and the ones with one
+tile less come last, which keeps the end of the kernel short. Order: GROUP blocks side by side for one column of
+tiles, then the next column. Blocks of one expert are neighbours, so its weight tile is read from memory once and GROUP
+times from the L2 cache, while the rows of x of the group (8 x 128 x 4096 x 2 bytes = 8 MB) stay there.
+
+Decode streams weights. Each byte is used by the few rows of one block; what matters is bytes on their way: 34 KB a
+multiprocessor (`moe_gemv.py`). A stage of GEMM 1 with BLOCK_N = 32 and BLOCK_K = 128 holds 16 KB of weights and 4 KB of
+x; with 4 stages two programs fit in 227 KB and 2 x 3 x 16 = 96 KB are in flight. GEMM 2 has fewer outputs (4096 for
+14336 columns): BLOCK_N = 32 still gives 256 programs for two experts and 1024 for eight, so K stays whole.
+Prefill multiplies: 128 x (128 + 128) x 64, 8 warps, reads 48 KB for 4.2 MFLOP, 87 FLOP a byte of shared memory.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.ops.triton.common import dot, next_power_of_2, num_multiprocessors
+from nanovllm.ops.triton.moe_align import Alignment
+from nanovllm.ops.triton.moe_tiles import Tile
+
+PROGRAMS_PER_SM = 16
+GROUP = 8
+
+
+@triton.jit
+def _find_tile(tile, num_blocks, num_columns, GROUP: tl.constexpr):
+    """(block, column) of tile number `tile`; the last group may be smaller."""
+    group = tile // (GROUP * num_columns)
+    height = tl.minimum(num_blocks - group * GROUP, GROUP)
+    rest = tile - group * GROUP * num_columns
+    return group * GROUP + rest % height, rest // height
+
+
+@triton.jit
+def _load_tile(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, STREAM: tl.constexpr):
+    """Weights [BLOCK_K, BLOCK_N]. STREAM: read once (decode), so they leave the cache first."""
+    policy: tl.constexpr = "evict_first" if STREAM else ""
+    if SIZE % BLOCK_K == 0:
+        return tl.load(ptrs + k[:, None], eviction_policy=policy)
+    else:
+        return tl.load(ptrs + k[:, None], mask=k[:, None] < SIZE, other=0.0, eviction_policy=policy)
+
+
+@triton.jit
+def _load_rows(ptrs, k, valid, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows [BLOCK_M, BLOCK_K]. Those past the block's end are not read: at decode they are most of the tile."""
+    if SIZE % BLOCK_K == 0:
+        return tl.load(ptrs + k[None, :], mask=valid[:, None], other=0.0)
+    else:
+        return tl.load(ptrs + k[None, :], mask=valid[:, None] & (k[None, :] < SIZE), other=0.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["order_ptr", "blocks_ptr"])
+def gate_up_kernel(
+    x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, out_ptr, x_stride, slot_stride,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    num_blocks = tl.load(num_blocks_ptr)
+    num_columns: tl.constexpr = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N
+    for tile in tl.range(tl.program_id(0), num_blocks * num_columns, tl.num_programs(0)):
+        block, column = _find_tile(tile, num_blocks, num_columns, GROUP)
+        slot = tl.load(blocks_ptr + block * 3).to(tl.int64)
+        row = tl.load(blocks_ptr + block * 3 + 1) + tl.arange(0, BLOCK_M)
+        valid = row < tl.load(blocks_ptr + block * 3 + 2)
+        token = tl.load(order_ptr + row, mask=valid, other=0) // TOP_K
+        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Outputs past the end read row 0: cheaper than a mask on every weight.
+        gate_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
+        up_ptrs = gate_ptrs + OUT_SIZE * SIZE
+        x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, SIZE, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x = _load_rows(x_ptrs, k, valid, SIZE, BLOCK_K)
+            gate += dot(x, _load_tile(gate_ptrs, k, SIZE, BLOCK_K, STREAM))
+            up += dot(x, _load_tile(up_ptrs, k, SIZE, BLOCK_K, STREAM))
+        active = gate / (1.0 + tl.exp(-gate)) * up
+        out_ptrs = out_ptr + row.to(tl.int64)[:, None] * OUT_SIZE + n[None, :]
+        tl.store(out_ptrs, active.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < OUT_SIZE)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["order_ptr", "blocks_ptr", "weights_ptr"])
+def down_kernel(
+    x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, weights_ptr, out_ptr, slot_stride,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    num_blocks = tl.load(num_blocks_ptr)
+    num_columns: tl.constexpr = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N
+    for tile in tl.range(tl.program_id(0), num_blocks * num_columns, tl.num_programs(0)):
+        block, column = _find_tile(tile, num_blocks, num_columns, GROUP)
+        slot = tl.load(blocks_ptr + block * 3).to(tl.int64)
+        row = tl.load(blocks_ptr + block * 3 + 1) + tl.arange(0, BLOCK_M)
+        valid = row < tl.load(blocks_ptr + block * 3 + 2)
+        pair = tl.load(order_ptr + row, mask=valid, other=0)
+        share = tl.load(weights_ptr + pair, mask=valid, other=0.0)
+        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        weight_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
+        x_ptrs = x_ptr + row.to(tl.int64)[:, None] * SIZE
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, SIZE, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            x = _load_rows(x_ptrs, k, valid, SIZE, BLOCK_K)
+            total += dot(x, _load_tile(weight_ptrs, k, SIZE, BLOCK_K, STREAM))
+        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * OUT_SIZE + n[None, :]
+        total = (share[:, None] * total).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, total, mask=valid[:, None] & (n < OUT_SIZE)[None, :])
+
+
+def gate_up_gemm(
+    x: torch.Tensor, weight: torch.Tensor, rows: Alignment, top_k: int, block_m: int, tile: Tile
+) -> torch.Tensor:
+    """x [T, H], weight [S, 2I, H] -> [T * k, I] in sorted order."""
+    size, out_size = x.shape[1], weight.shape[1] // 2
+    out = torch.empty((len(rows.order), out_size), dtype=x.dtype, device=x.device)
+    gate_up_kernel[_grid(rows, out_size, tile, x.device)](
+        x, weight, rows.order, rows.blocks, rows.num_blocks, out, x.stride(0), weight.stride(0),
+        SIZE=size, OUT_SIZE=out_size, TOP_K=top_k, **launch_options(block_m, size, tile),
+    )  # fmt: skip
+    return out
+
+
+def down_gemm(
+    active: torch.Tensor,
+    weight: torch.Tensor,
+    rows: Alignment,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    block_m: int,
+    tile: Tile,
+) -> None:
+    """active [T * k, I] in sorted order, weight [S, H, I] -> out [T, k, H], times the router's weights."""
+    out_size, size = weight.shape[1:]
+    down_kernel[_grid(rows, out_size, tile, active.device)](
+        active, weight, rows.order, rows.blocks, rows.num_blocks, weights, out, weight.stride(0),
+        SIZE=size, OUT_SIZE=out_size, **launch_options(block_m, size, tile),
+    )  # fmt: skip
+
+
+def _grid(rows: Alignment, out_size: int, tile: Tile, device: torch.device) -> tuple[int]:
+    most = len(rows.blocks) * triton.cdiv(out_size, tile.block_n)
+    return (min(most, num_multiprocessors(device) * PROGRAMS_PER_SM),)
+
+
+def launch_options(block_m: int, size: int, tile: Tile) -> dict:
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": tile.block_n, "BLOCK_K": min(tile.block_k, max(16, next_power_of_2(size))),
+        "GROUP": GROUP, "STREAM": block_m <= 32, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip

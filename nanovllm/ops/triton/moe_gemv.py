@@ -1,0 +1,107 @@
+"""Experts of a token or two: every pair is a matrix-vector product of its own, no sorting, no tensor cores.
+
+At one token no two pairs share an expert, and all that counts is reading weights at the speed of memory. As in
+`gemv.py`, a program is one warp that reads BLOCK_N rows of a weight, BLOCK_K columns at a time, straight into
+registers. Little's law says how much must be on its way: 4.46 TB/s over some 1 us of latency is 4.5 MB, 34 KB on each
+of 132 multiprocessors. 32 warps live on one, and each asks for 1 KB of gate and 1 KB of up (BLOCK_K = 512), unrolled
+twice: 128 KB. The down product, 4096 outputs of 14336 columns for two experts, is 8192 such warps, two rounds on the
+card: enough without cutting K, so the order of every sum is fixed.
+
+The pair is the fastest index of the grid: two tokens that want the same expert read the same rows at the same time, and
+the second reading comes from the L2 cache.
+"""
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row_product(x_ptr, weight_ptrs, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fp32 [BLOCK_N]: x [SIZE] times the rows that begin at weight_ptrs [BLOCK_N, 1]."""
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in tl.range(0, SIZE, BLOCK_K, loop_unroll_factor=2):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
+        w = _load(weight_ptrs, k, SIZE, BLOCK_K)
+        total += tl.sum(w * x[None, :], axis=1)
+    return total
+
+
+@triton.jit
+def _load(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """evict_first: a weight is read once a step, and the cache has better uses."""
+    if SIZE % BLOCK_K == 0:
+        w = tl.load(ptrs + k[None, :], eviction_policy="evict_first")
+    else:
+        w = tl.load(ptrs + k[None, :], mask=k[None, :] < SIZE, other=0.0, eviction_policy="evict_first")
+    return w.to(tl.float32)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+def gate_up_gemv_kernel(
+    x_ptr, weight_ptr, slots_ptr, out_ptr, x_stride, slot_stride,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + pair).to(tl.int64)
+    if slot < 0:
+        return
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Outputs past the end read row 0: cheaper than a mask on every weight.
+    gate_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[:, None] * SIZE
+    up_ptrs = gate_ptrs + OUT_SIZE * SIZE
+    x_ptr += pair // TOP_K * x_stride
+    gate = tl.zeros([BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N], tl.float32)
+    for start in tl.range(0, SIZE, BLOCK_K, loop_unroll_factor=2):
+        k = start + tl.arange(0, BLOCK_K)
+        g = _load(gate_ptrs, k, SIZE, BLOCK_K)
+        u = _load(up_ptrs, k, SIZE, BLOCK_K)
+        x = tl.load(x_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)[None, :]
+        gate += tl.sum(g * x, axis=1)
+        up += tl.sum(u * x, axis=1)
+    active = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + pair * OUT_SIZE + n, active.to(out_ptr.dtype.element_ty), mask=n < OUT_SIZE)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "weights_ptr"])
+def down_gemv_kernel(
+    x_ptr, weight_ptr, slots_ptr, weights_ptr, out_ptr, slot_stride,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + pair).to(tl.int64)
+    if slot < 0:
+        return
+    share = tl.load(weights_ptr + pair)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[:, None] * SIZE
+    total = _row_product(x_ptr + pair * SIZE, weight_ptrs, SIZE, BLOCK_N, BLOCK_K)
+    tl.store(out_ptr + pair * OUT_SIZE + n, (share * total).to(out_ptr.dtype.element_ty), mask=n < OUT_SIZE)
+
+
+def gate_up_gemv(x: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """x [T, H], weight [S, 2I, H], slots [T, k] -> [T * k, I], silu(gate) * up; rows without a slot are not written."""
+    size, out_size = x.shape[1], weight.shape[1] // 2
+    out = torch.empty((slots.numel(), out_size), dtype=x.dtype, device=x.device)
+    gate_up_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
+        x, weight, slots, out, x.stride(0), weight.stride(0),
+        SIZE=size, OUT_SIZE=out_size, TOP_K=slots.shape[1], BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def down_gemv(
+    active: torch.Tensor,
+    weight: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    block: tuple[int, int],
+) -> None:
+    """active [T * k, I], weight [S, H, I] -> out [T, k, H], times the router's weights."""
+    out_size, size = weight.shape[1:]
+    down_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
+        active, weight, slots, weights, out, weight.stride(0),
+        SIZE=size, OUT_SIZE=out_size, BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
+    )  # fmt: skip

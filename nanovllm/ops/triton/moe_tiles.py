@@ -1,0 +1,230 @@
+"""How the expert kernels are cut, by the number of tokens: a table of measured tiles (moe_tiles.json), else a rule.
+
+A plan may depend on T, top_k, the sizes of an expert, the dtype and the card: on nothing else. Not on the number of
+slots: a model whose experts are all on the card (S = experts) and one that computes them in turns from a pool
+(S = slots of the pool) must run the same tiles to give the same bits.
+
+The table is a list of entries, each the plan for up to `max_tokens` tokens on one card and one size of expert:
+
+    {"device": "NVIDIA H200", "hidden": 4096, "size": 14336, "top_k": 2, "element_size": 2, "max_tokens": 16,
+     "kind": "tiles", "block_m": 16, "gate_up": [32, 128, 4, 4], "down": [32, 256, 4, 4]}
+
+where a tile is [block_n, block_k, num_warps, num_stages] and kind is one of
+    gemv      one matrix-vector product per pair (`moe_gemv.py`); block_n and block_k count, the rest is ignored
+    tiles     sorted rows through the kernels of `moe_gemm.py`
+    grouped   sorted rows through PyTorch's grouped product (`moe_grouped.py`); tiles are ignored
+`nanovllm bench moe --tune` measures and writes entries. Tokens beyond the last entry take the rule.
+"""
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm.errors import ConfigError
+from nanovllm.ops.triton.common import capability, next_power_of_2
+from nanovllm.ops.triton.gemv import choose_block
+
+TABLE = Path(__file__).with_name("moe_tiles.json")
+KINDS = ("gemv", "tiles", "grouped")
+KB = 1024
+# Shared memory of a program by architecture, less a little for what the compiler adds.
+SHARED = {(8, 0): 160 * KB, (9, 0): 224 * KB, (10, 0): 224 * KB}
+LEAST_SHARED = 96 * KB  # sm_86, sm_89, sm_120
+GROUPED_PAIRS, GROUPED_SIZE = 6144, 4096  # see uses_grouped
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_n: int  # of GEMM 1: outputs, so twice as many rows of the weight
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    kind: str
+    block_m: int = 16
+    gate_up: Tile = Tile(32, 128)
+    down: Tile = Tile(32, 256)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan may depend on, besides the number of tokens and the card."""
+
+    hidden: int
+    size: int  # intermediate size of one expert
+    top_k: int
+    dtype: torch.dtype
+
+
+def choose_plan(num_tokens: int, shape: Shape, device: torch.device) -> Plan:
+    for max_tokens, plan in _entries(shape, device):
+        if num_tokens <= max_tokens:
+            return plan
+    return default_plan(num_tokens, shape, capability(device))
+
+
+def default_plan(num_tokens: int, shape: Shape, arch: tuple[int, int]) -> Plan:
+    """The rule, from an H200's measurements (us of one layer's experts in bf16; all tokens want the same two experts /
+    every token draws its own; `nanovllm bench moe`):
+
+        Mixtral      gate_up, BLOCK_M 64, 64x64x4x4    gate_up, 128, 128x64x8x3     gate_up, 32, 32x128x4x4
+        64 tokens          121 / 436                                                     206 / 448
+        128                164 / 440                         140 / 470
+        256                283 / 499                         237 / 505
+                     down, 64, 64x256x4x3              down, 64, 128x128x8x3        down, 128, 128x64x8x4
+        64                  63 / 235                          86 / 225
+        128                 98 / 236                          81 / 225                   104 / 240
+        256                                                  146 / 269                   106 / 255
+
+    A block as tall as the batch reads every weight once, however few experts are chosen. With many small experts
+    (top_k 4 and more stand for that: S may not count) few tokens meet at one, and BLOCK_M 16 stays best up to 64
+    tokens: Qwen3-30B-A3B, 64 tokens: 185 + 100 us with 16, 195 + 101 with 32 or 64.
+    """
+    few_meet = shape.top_k >= 4
+    if num_tokens <= (4 if few_meet else 2):
+        return _gemv_plan(shape)
+    if uses_grouped(num_tokens, shape, arch):
+        return Plan("grouped", 128)
+    if shape.dtype == torch.float32 or arch < (8, 0):
+        # Ordinary cores, operands in registers (see `prefill_attention.choose_tile`).
+        return Plan("tiles", 16 if num_tokens <= 16 else 32, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+    if few_meet and num_tokens <= 64:
+        plan = Plan("tiles", 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))
+    elif few_meet and num_tokens <= 512:
+        plan = Plan("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+    elif num_tokens <= 16:
+        plan = Plan("tiles", 16, Tile(32, 128, 4, 4), Tile(32, 256, 4, 4))
+    elif num_tokens <= 64:
+        plan = Plan("tiles", 64, Tile(64, 64, 4, 4), Tile(64, 256, 4, 3))
+    elif num_tokens <= 128:
+        plan = Plan("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+    elif num_tokens <= 512:
+        plan = Plan("tiles", 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
+    else:
+        plan = Plan("tiles", 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+    limit = SHARED.get(arch, LEAST_SHARED)
+    gate_up, down = fit(plan.gate_up, plan.block_m, 2, limit), fit(plan.down, plan.block_m, 1, limit)
+    return Plan("tiles", plan.block_m, gate_up, down)
+
+
+def _gemv_plan(shape: Shape) -> Plan:
+    """Many choices mean many experts: few tokens then hardly ever meet at one. Small experts want two outputs a warp
+    (Qwen3-30B-A3B, one token: 15.5 + 9.1 us against 17.0 + 12.8)."""
+    blocks = choose_block(1, shape.hidden, shape.size, True), choose_block(1, shape.size, shape.hidden, False)
+    if shape.size <= 1024:
+        blocks = (2, min(1024, next_power_of_2(shape.hidden))), (2, min(512, next_power_of_2(shape.size)))
+    return Plan("gemv", 1, *(Tile(*block, 1, 1) for block in blocks))
+
+
+def uses_grouped(num_tokens: int, shape: Shape, arch: tuple[int, int]) -> bool:
+    """PyTorch's grouped product beats our tiles on Hopper where there are many rows of large experts (torch 2.11, one
+    layer, TFLOP/s, tiles / grouped: Mixtral with 2,048 tokens 516 / 510, 4,096 551 / 611, 8,192 562 / 625; but
+    Qwen3-30B-A3B with 8,192 tokens 491 / 416). Elsewhere it takes other dtypes or asks the host for the sizes of the
+    groups, which a captured graph cannot. It wants rows of whole 16 bytes."""
+    whole = shape.hidden % 8 == 0 and shape.size % 8 == 0 and shape.size >= GROUPED_SIZE
+    return arch == (9, 0) and shape.dtype == torch.bfloat16 and whole and num_tokens * shape.top_k >= GROUPED_PAIRS
+
+
+def fit(tile: Tile, block_m: int, num_weights: int, limit: int) -> Tile:
+    """The tile with stages, then outputs, then columns cut until its 16-bit stages fit the shared memory."""
+    n, k, stages = tile.block_n, tile.block_k, tile.num_stages
+    while stages * (block_m + num_weights * n) * k * 2 > limit:
+        if stages > 3:
+            stages -= 1
+        elif n > 64:
+            n //= 2
+        elif k > 32:
+            k //= 2
+        else:
+            stages -= 1
+    return Tile(n, k, tile.num_warps, stages)
+
+
+def sizes_to_warm(max_tokens: int, shape: Shape, device: torch.device) -> list[int]:
+    """A number of tokens for every plan up to max_tokens, largest first: running these compiles every kernel."""
+    first: dict[Plan, int] = {}
+    for num_tokens in range(1, max_tokens + 1):
+        first.setdefault(choose_plan(num_tokens, shape, device), num_tokens)
+    return sorted(first.values(), reverse=True)
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _entries(shape: Shape, device: torch.device) -> tuple[tuple[int, Plan], ...]:
+    """(max_tokens, plan) of this shape on this card, in the order of tokens."""
+    if device.type != "cuda":
+        return ()
+    key = (torch.cuda.get_device_name(device), shape.hidden, shape.size, shape.top_k, shape.dtype.itemsize)
+    found = [(tokens, plan) for entry_key, tokens, plan in read_table(TABLE) if entry_key == key]
+    return tuple(sorted(found, key=lambda pair: pair[0]))
+
+
+def read_table(path: Path) -> list[tuple[tuple[str, int, int, int, int], int, Plan]]:
+    """(device, hidden, size, top_k, element_size), max_tokens, plan; a wrong entry is refused by its number."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); restore it or write it anew with bench moe --tune") from None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: must be a list of entries, is {type(entries).__name__}")
+    return [_parse(entry, f"{path}: entry {i}") for i, entry in enumerate(entries)]
+
+
+def _parse(entry: object, where: str) -> tuple[tuple[str, int, int, int, int], int, Plan]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("device"), str) or entry.get("kind") not in KINDS:
+        raise ConfigError(f"{where}: needs a device and a kind of {', '.join(KINDS)}, is {entry!r}")
+    counts = [_integer(entry, name, where, 1, 1 << 30)
+              for name in ("hidden", "size", "top_k", "element_size", "max_tokens")]  # fmt: skip
+    block_m = _integer(entry, "block_m", where, 1, 256)
+    tiles = [_parse_tile(entry.get(name), entry["kind"], f"{where}, {name}") for name in ("gate_up", "down")]
+    if block_m != next_power_of_2(block_m) or (entry["kind"] == "tiles" and block_m < 16):
+        raise ConfigError(f"{where}: block_m={block_m} must be a power of two, at least 16 for tiles")
+    return (entry["device"], *counts[:4]), counts[4], Plan(entry["kind"], block_m, *tiles)
+
+
+def _integer(entry: dict, name: str, where: str, least: int, most: int) -> int:
+    value = entry.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"{where}: {name}={value!r} must be an integer from {least} to {most}")
+    return value
+
+
+def _parse_tile(value: object, kind: str, where: str) -> Tile:
+    names, least = ("block_n", "block_k", "num_warps", "num_stages"), (16, 16, 1, 1) if kind == "tiles" else (1,) * 4
+    if not isinstance(value, list) or len(value) != len(names):
+        raise ConfigError(f"{where}: must be [{', '.join(names)}], is {value!r}")
+    most = (512, 4096, 16, 8)
+    found = [_integer({name: v}, name, where, low, high) for name, v, low, high in zip(names, value, least, most)]
+    if any(v != next_power_of_2(v) for v in found[:3]):
+        raise ConfigError(f"{where}: {value} must be powers of two but for the stages")
+    return Tile(*found)
+
+
+def entry_of(device: str, shape: Shape, max_tokens: int, plan: Plan) -> dict:
+    """What the table holds of a plan: the inverse of reading it."""
+    return {
+        "device": device, "hidden": shape.hidden, "size": shape.size, "top_k": shape.top_k,
+        "element_size": shape.dtype.itemsize, "max_tokens": max_tokens, "kind": plan.kind, "block_m": plan.block_m,
+        "gate_up": list(asdict(plan.gate_up).values()), "down": list(asdict(plan.down).values()),
+    }  # fmt: skip
+
+
+def write_table(path: Path, entries: list[dict]) -> None:
+    """Adds entries; those of the same card, shape and number of tokens are replaced. One a line."""
+    kept = {_identity(entry): entry for entry in (json.loads(path.read_text()) if path.exists() else [])}
+    kept |= {_identity(entry): entry for entry in entries}
+    for i, entry in enumerate(kept.values()):
+        _parse(entry, f"new entry {i}")
+    lines = ",\n".join(json.dumps(kept[key]) for key in sorted(kept))
+    path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
+
+
+def _identity(entry: dict) -> tuple:
+    return tuple(entry[name] for name in ("device", "hidden", "size", "top_k", "element_size", "max_tokens"))

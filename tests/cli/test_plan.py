@@ -1,0 +1,295 @@
+"""`nanovllm plan`: from config.json alone, what goes where; and the example that plans and then runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.cli.plan import LINKS, READS, PlanOptions, find_links, make_plan
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError, ModelError
+from nanovllm.moe.sizing import GIB, Memory
+from tests.cli.runner import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "benchmarks/models"
+MIXTRAL = MODELS / "mixtral-8x7b"
+TINY = ROOT / "tests/fixtures/tiny-mixtral"
+CARD = ("--gpu-memory-gb", "11", "--host-memory-gb", "64")
+
+
+def plan_json(run: Run, *args: Any) -> Any:
+    return run("plan", "--json", "-", *args).last_json
+
+
+def test_mixtral_on_11_gb(run: Run) -> None:
+    result = run("plan", "--model", MIXTRAL, *CARD)
+    assert result.code == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.out.splitlines() if "│" in line]
+    places = {(row[0], row[1]): row[2:] for row in rows if len(row) == 4}
+    assert places["dense weights", "GPU"] == ["", "2.99"]
+    assert places["expert slots, cached", "GPU"] == ["12 (0 or 1 a layer)", "3.94"]
+    assert places["expert slots, streaming", "GPU"] == ["4", "1.31"]
+    assert places["experts", "host"] == ["170", "55.78"]
+    assert places["experts", "disk"] == ["86", "28.22"]
+    assert places["KV cache", "GPU"][0].endswith(" tokens")
+    for text in ("what goes where: offload", "longest context: 32768", "PCIe 3 x16 12 or PCIe 4 x16 25", "disk: 3 GB/s",
+                 "86 are read from disk", "settings:"):  # fmt: skip
+        assert text in result.out, result.out
+    speeds = {row[0]: row[1] for row in rows if len(row) == 3}
+    assert set(speeds) == {"1", "16"}
+    assert all(re.fullmatch(r"[\d.]+ to [\d.]+", value) for value in speeds.values())
+
+
+def test_the_settings_are_a_command_that_parses(run: Run) -> None:
+    from tests.test_docs import parse_command
+
+    record = plan_json(run, "--model", MIXTRAL, *CARD, "--expert-host-gb", 40, "--dtype", "float16")
+    assert record["command"] in run("plan", "--model", MIXTRAL, *CARD, "--expert-host-gb", 40, "--dtype", "float16").out
+    parse_command(record["command"])
+    config = EngineConfig.from_options(**record["settings"])
+    words = shlex.split(record["command"])
+    for name, value in record["settings"].items():
+        assert words[words.index(f"--{name.replace('_', '-')}") + 1] == (
+            f"{value:g}" if isinstance(value, float) else str(value)
+        )
+    assert (config.expert_placement, config.expert_host_gb, config.dtype) == ("offload", 40, "float16")
+    assert (config.gpu_memory_gb, config.max_model_len, config.max_num_batched_tokens) == (11, 4096, 2048)
+
+
+def test_json(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    result = run("plan", "--model", MIXTRAL, *CARD, "--json", file)
+    record = json.loads(file.read_text())
+    assert "what goes where" in result.out
+    assert record == plan_json(run, "--model", MIXTRAL, *CARD)
+    assert record["runs"] is True
+    assert record["gpu_bytes"] == 11 * GIB
+    tiers = record["tiers"]
+    assert (tiers["num_cached"], tiers["num_streaming"], tiers["num_slots"]) == (12, 4, 16)
+    assert (tiers["host_experts"], tiers["disk_experts"], sum(tiers["quotas"])) == (170, 86, 12)
+    assert tiers["expert_bytes"] == 352_321_536
+    low, high = record["speeds"]["1"]["low"], record["speeds"]["1"]["high"]
+    assert low["tokens_per_second"] < high["tokens_per_second"]
+    assert low["copied_bytes"] == pytest.approx((64 - 12 * 2 / 8) * 352_321_536)
+    refused = run("plan", "--model", MIXTRAL, *CARD, "--json", tmp_path / "no" / "plan.json")
+    assert refused.code == 2
+    assert "cannot be written" in refused.err
+
+
+def test_given_bandwidths(run: Run) -> None:
+    """96 GiB of host memory: nothing on disk. 64 - 3 experts missed at 25 GB/s, 24.8 GB read at 600 GB/s."""
+    args = ("--model", MIXTRAL, "--gpu-memory-gb", 11, "--host-memory-gb", 96, "--bandwidth-gbs", 25)
+    record = plan_json(run, *args, "--gpu-read-gbs", 600)
+    low = record["speeds"]["1"]["low"]
+    copied, read = 61 * 352_321_536 / 25e9, (64 * 352_321_536 + 1_605_636_096 * 2 - 262_144_000) / 600e9
+    assert 1 / low["tokens_per_second"] == pytest.approx(copied + read, rel=1e-4)
+    assert "25 GB/s (given)" in " ".join(record["assumptions"])
+    assert "assumed" not in " ".join(record["assumptions"])
+
+
+def test_qwen3_moe_and_dense(run: Run) -> None:
+    record = plan_json(run, "--model", MODELS / "qwen3-30b-a3b", *CARD)
+    assert record["tiers"]["placement"] == "offload"
+    assert record["tiers"]["disk_experts"] == 0  # 54 GiB of experts, 56 GiB of host memory
+    assert record["tiers"]["num_streaming"] == 16
+    assert record["tiers"]["longest_context"] == 40960
+    dense = plan_json(run, "--model", MODELS / "qwen3-8b", "--gpu-memory-gb", 24, "--host-memory-gb", 64)
+    assert dense["tiers"]["placement"] == "resident"
+    assert "expert_placement" not in dense["settings"]
+    assert dense["settings"]["max_model_len"] == dense["tiers"]["longest_context"]
+    assert 20_000 < dense["tiers"]["longest_context"] < 40960
+    large = plan_json(run, "--model", MIXTRAL, "--gpu-memory-gb", 139, "--host-memory-gb", 128)
+    assert large["settings"]["expert_placement"] == "resident"
+    assert (large["settings"]["max_num_seqs"], large["settings"]["max_model_len"]) == (256, 32768)
+    # between the two: resident at full speed, but not with the whole context
+    between = plan_json(run, "--model", MIXTRAL, "--gpu-memory-gb", 105, "--host-memory-gb", 128)
+    assert between["settings"]["expert_placement"] == "resident"
+    assert 2048 < between["settings"]["max_model_len"] < 32768
+
+
+@pytest.mark.parametrize("gigabytes", [5, 6, 8, 11, 24, 48, 96, 100, 105, 110, 139])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-0.6b"])
+def test_every_plan_can_be_asked_for_and_comes_out_the_same(model: str, gigabytes: int) -> None:
+    """The settings, given back as wishes, give the same tiers: the engine will decide as the plan says."""
+    options = PlanOptions(model=str(MODELS / model), gpu_memory_gb=gigabytes, host_memory_gb=128)
+    plan = make_plan(options)
+    assert plan.tiers is not None
+    assert plan.wants.max_num_seqs <= plan.wants.max_num_batched_tokens
+    EngineConfig.from_options(**plan.settings)
+    wishes = {name: value for name, value in plan.settings.items() if name != "model"}
+    again = make_plan(PlanOptions(model=options.model, host_memory_gb=128, **wishes))
+    assert again.tiers == plan.tiers
+
+
+def test_cannot_run(run: Run, tmp_path: Path) -> None:
+    result = run("plan", "--model", MIXTRAL, "--gpu-memory-gb", 4, "--host-memory-gb", 64, "--json", tmp_path / "x")
+    assert result.code == 1
+    assert "cannot run: 0.75 GiB of GPU memory are missing: the dense part needs 2.99 GiB" in result.out
+    assert "settings:" not in result.out
+    record = json.loads((tmp_path / "x").read_text())
+    assert record["runs"] is False
+    assert record["missing_bytes"] == pytest.approx(0.75 * GIB, abs=GIB / 100)
+    assert record["reason"] in result.out
+    assert "settings" not in record
+    needed = float(record["reason"].split("at least ")[1].split(" GiB")[0])
+    assert run("plan", "--model", MIXTRAL, "--gpu-memory-gb", needed, "--host-memory-gb", 64).code == 0
+    assert run("plan", "--model", MIXTRAL, "--gpu-memory-gb", needed - 0.02, "--host-memory-gb", 64).code == 1
+
+
+def test_a_dense_model_that_is_too_large(run: Run) -> None:
+    result = run("plan", "--model", MODELS / "qwen3-8b", *CARD)
+    assert result.code == 1
+    assert "the weights need 15.26 GiB" in result.out
+    assert "expert" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--max-model-len", 40000], "reads at most 32768"),
+        (["--gpu-memory-gb", 0], "gpu_memory_gb=0"),
+        (["--host-memory-gb", -1], "host_memory_gb=-1"),
+        (["--bandwidth-gbs", 0], "bandwidth_gbs=0"),
+        (["--disk-gbs", "nan"], "disk_gbs=nan"),
+        (["--expert-placement", "disk"], "auto, resident, offload"),
+        (["--expert-cache-gb", 0.5], "expert_cache_gb=0.5: holds 1 experts"),
+        (["--expert-cache-gb", 9], "expert_cache_gb=9.0: dense weights (2.99 GiB)"),
+        (["--expert-cache-gb", 12], "expert_cache_gb=12.0 is more than gpu_memory_gb=11.0"),
+        (["--max-num-seqs", 64, "--max-num-batched-tokens", 32], "max_num_batched_tokens=32"),
+        (["--model", "no/such/folder"], "no such file or folder"),
+    ],
+)
+def test_wrong_options_are_errors(run: Run, args: list[Any], words: str) -> None:
+    result = run("plan", "--model", MIXTRAL, *CARD, *args)
+    assert result.code == 2
+    assert words in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_resident_that_does_not_fit(run: Run) -> None:
+    result = run("plan", "--model", MIXTRAL, *CARD, "--expert-placement", "resident")
+    assert result.code == 1
+    assert "expert_placement='resident': " in result.out
+    assert "expert_placement='offload' (or 'auto') runs here with" in result.out
+
+
+def test_no_gpu_and_no_size(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.hardware.device import Device
+
+    cpu = Device.choose("cpu")
+    monkeypatch.setattr(Device, "choose", classmethod(lambda cls, wanted: cpu))
+    result = run("plan", "--model", MIXTRAL)
+    assert result.code == 2
+    assert "--gpu-memory-gb 11" in result.err
+    assert run("plan", "--model", MIXTRAL, "--gpu-memory-gb", 11).code == 0  # the host is this machine
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    config = json.loads((MIXTRAL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    with pytest.raises(ModelError, match="FooForCausalLM"):
+        make_plan(PlanOptions(model=str(tmp_path), gpu_memory_gb=11))
+
+
+@pytest.mark.parametrize(
+    ("size", "link", "read"),
+    [(11, (12, 25), (350, 600)), (12, (12, 25), (350, 600)), (12.1, (12, 25), (450, 1000)), (24, (12, 25), (450, 1000)),
+     (24.1, (25, 55), (700, 1000)), (139, (25, 55), (4000, 4800))],
+)  # fmt: skip
+def test_assumed_bandwidths(size: float, link: tuple[int, int], read: tuple[int, int]) -> None:
+    (slow, fast), said = find_links(PlanOptions(), Memory(int(size * GIB), 0))
+    assert (slow.host_to_gpu, fast.host_to_gpu) == (link[0] * 1e9, link[1] * 1e9)
+    assert (slow.gpu_read, fast.gpu_read) == (read[0] * 1e9, read[1] * 1e9)
+    assert f"{link[0]}" in said[0]
+    assert f"{link[1]}" in said[0]
+    assert all(low <= high for _, low, high in (*LINKS, *READS))
+
+
+def test_measured_bandwidths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given counts more than what is measured; the measuring itself runs on any machine."""
+    from nanovllm.hardware import bandwidth
+    from nanovllm.hardware.device import Device
+
+    cpu = Device.choose("cpu")
+    assert bandwidth.host_to_device_bandwidth(cpu, 10**6) > 1e7
+    assert bandwidth.read_bandwidth(cpu, 10**6) > 1e7
+    monkeypatch.setattr(bandwidth, "host_to_device_bandwidth", lambda device: 7e9)
+    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda device: 800e9)
+    (slow, fast), said = find_links(PlanOptions(measure=True), Memory(11 * GIB, 0))
+    assert slow == fast
+    assert (slow.host_to_gpu, slow.gpu_read) == (7e9, 800e9)
+    assert "7 GB/s (measured)" in said[0]
+    (slow, _), _ = find_links(PlanOptions(measure=True, bandwidth_gbs=3), Memory(11 * GIB, 0))
+    assert (slow.host_to_gpu, slow.gpu_read) == (3e9, 800e9)
+    with pytest.raises(ConfigError):
+        find_links(PlanOptions(gpu_read_gbs=float("inf")), Memory(11 * GIB, 0))
+
+
+def test_help_names_every_option_and_explains_it(run: Run) -> None:
+    from nanovllm.cli.plan import PLAN
+
+    words = run("plan", "--help").out.split()
+    for parameter in PLAN.parameters():
+        assert f"--{parameter.name.replace('_', '-')}" in words
+        assert PLAN.help[parameter.name], parameter.name
+
+
+def test_the_table_of_the_docs_is_this_plan() -> None:
+    text = (ROOT / "docs/small-gpus.md").read_text(encoding="utf-8").split("## Mixtral on 11 GB")[1]
+    found = re.findall(r"^\| (\d+) \| ([\d,]+) \| (\d+) \+ (\d+) \| (\d+) / (\d+) \| (.+?) \| (.+?) \|$", text, re.M)
+    assert len(found) == 6
+    for host, length, cached, streaming, on_host, on_disk, one, sixteen in found:
+        options = PlanOptions(model=str(MIXTRAL), gpu_memory_gb=11, host_memory_gb=int(host),
+                              max_model_len=int(length.replace(",", "")))  # fmt: skip
+        plan = make_plan(options)
+        assert plan.tiers is not None
+        said = (int(cached), int(streaming), int(on_host), int(on_disk))
+        tiers = plan.tiers
+        assert said == (tiers.num_cached, tiers.num_streaming, tiers.host_experts, tiers.disk_experts)
+        for batch, text in ((1, one), (16, sixteen)):
+            assert text == " to ".join(f"{speed.tokens_per_second:.2f}" for speed in plan.speeds(batch))
+
+
+# ---- the example ---------------------------------------------------------------------------------------------------
+
+
+def run_example(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "example_mixtral.py"), *args],
+        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_the_example_plans_and_runs() -> None:
+    done = run_example("--model", str(TINY), "--gpu-memory-gb", "11", "--max-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    assert "what goes where: resident" in done.stdout
+    assert len(re.findall(r"^Completion: '.+'$", done.stdout, re.M)) == 2
+    assert re.search(r"^\d+ tokens in [\d.]+ s: [\d.]+ tok/s", done.stdout, re.M)
+    assert "expert" in done.stdout.splitlines()[-1] or "hit" in done.stdout
+
+
+def test_the_example_says_when_it_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(*args: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["example_mixtral.py", *args])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(ROOT / "example_mixtral.py"), run_name="__main__")
+        return left.value.code
+
+    assert leave("--model", str(MIXTRAL), "--gpu-memory-gb", "3") == 1
+    out = capsys.readouterr().out
+    assert "cannot run" in out
+    assert "Completion" not in out
+    assert str(leave("--model", str(ROOT / "nothing"))).startswith("error: ")

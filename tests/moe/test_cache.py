@@ -1,0 +1,214 @@
+"""The decisions of offload, simulated: who stays, who goes, and that nothing in use is ever given up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.errors import ConfigError
+from nanovllm.moe.cache import ExpertCache, ExpertStats, Routing, simulate_hit_rates
+
+
+def bring(cache: ExpertCache, layer: int, counts: dict[int, int]):
+    selection = cache.select(layer, counts)
+    for wave in selection.waves:
+        for expert, slot in wave:
+            cache.begin(layer, expert, slot)
+            cache.copied(slot, cache.num_pieces)
+    cache.adopt(layer)
+    return selection
+
+
+def check(cache: ExpertCache) -> None:
+    """Every slot has one role, and the two directories agree."""
+    slots = sorted(slot for owned in cache._owned for slot in owned) + sorted(cache._ring)
+    assert sorted(slots) == list(range(cache.num_slots))
+    for (layer, expert), slot in cache._slot_of.items():
+        content = cache._contents[slot]
+        assert (content.layer, content.expert) == (layer, expert)
+    assert sum(content is not None for content in cache._contents) == len(cache._slot_of)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_selection_never_overwrites_what_it_needs(data) -> None:
+    num_layers, num_experts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    top_k = data.draw(st.integers(1, min(3, num_experts)))
+    num_streaming = data.draw(st.integers(top_k, 2 * top_k + 2))
+    policy = data.draw(st.sampled_from(["lfu", "lru", "none"]))
+    num_cached = data.draw(st.integers(0, num_layers * num_experts))
+    cache = ExpertCache(num_layers, num_experts, top_k, num_cached, num_streaming, policy, num_pieces=3)
+    for _ in range(data.draw(st.integers(1, 12))):
+        layer = data.draw(st.integers(0, num_layers - 1))
+        experts = data.draw(st.sets(st.integers(0, num_experts - 1), min_size=1))
+        holds = {slot: (c.layer, c.expert) for slot, c in enumerate(cache._contents) if c and c.num_pieces == 3}
+        selection = cache.select(layer, dict.fromkeys(experts, 1))
+        assert all(holds[slot] == (layer, expert) for expert, slot in selection.hits.items())
+        coming = [expert for wave in selection.waves for expert, _ in wave]
+        assert sorted([*selection.hits, *coming]) == sorted(experts)
+        in_use = list(selection.hits.values())
+        for number, wave in enumerate(selection.waves):
+            # On their way or computed on at once: the hits, this wave and the num_ahead - 1 before it.
+            window = selection.waves[max(0, number - selection.num_ahead + 1) : number + 1]
+            slots = in_use + [slot for other in window for _, slot in other]
+            assert len(set(slots)) == len(slots)
+            for expert, slot in wave:
+                held = cache.begin(layer, expert, slot)
+                if data.draw(st.integers(0, 9)):  # now and then a copy fails
+                    cache.copied(slot, 3)
+                else:
+                    cache.copied(slot, data.draw(st.integers(held, 3)))
+        kept = set(in_use) & set(cache._owned[layer])
+        cache.adopt(layer)
+        assert kept <= set(cache._owned[layer])  # what the step chose does not lose its place to what came with it
+        check(cache)
+        next_layer = data.draw(st.integers(0, num_layers - 1))
+        used = set(in_use) | {slot for wave in selection.waves for _, slot in wave}
+        budget = data.draw(st.integers(0, 7))
+        far = data.draw(st.booleans())
+        guessed = {slot for slot in range(cache.num_slots) if cache._is_guess(slot)}
+        guesses = [] if next_layer == layer else cache.guess(next_layer, range(num_experts), budget, far)
+        total = 0
+        for expert, slot, upto in guesses:
+            assert slot not in used
+            assert not far or slot not in guessed or cache._slot_of[next_layer, expert] == slot
+            held = cache.begin(next_layer, expert, slot)
+            total += upto - held
+            cache.copied(slot, upto, guess=True)
+        assert total <= budget
+        check(cache)
+        assert all(len(owned) == cache.quota(i) for i, owned in enumerate(cache._owned))
+
+
+def test_quotas_are_even_and_earlier_layers_get_the_rest() -> None:
+    cache = ExpertCache(4, 8, 2, num_cached=10, num_streaming=2)
+    assert [cache.quota(layer) for layer in range(4)] == [3, 3, 2, 2]
+    with pytest.raises(ConfigError, match=r"11 expert slots with 1 for streaming.*top_k=2"):
+        ExpertCache(4, 8, 2, num_cached=10, num_streaming=1)
+
+
+@pytest.mark.parametrize(("num_streaming", "num_missing", "sizes"), [
+    (4, 4, [4]), (4, 5, [2, 2, 1]), (4, 8, [2, 2, 2, 2]), (3, 3, [3]), (3, 4, [1, 1, 1, 1]), (2, 3, [1, 1, 1]),
+])  # fmt: skip
+def test_waves(num_streaming: int, num_missing: int, sizes: list[int]) -> None:
+    cache = ExpertCache(1, 8, 2, 0, num_streaming)
+    selection = cache.select(0, dict.fromkeys(range(num_missing), 1))
+    assert [len(wave) for wave in selection.waves] == sizes
+
+
+def test_a_hot_miss_takes_the_place_of_the_coldest_and_a_cold_one_does_not() -> None:
+    cache = ExpertCache(1, 8, 1, num_cached=2, num_streaming=1)
+    for expert in (0, 0, 0, 1):
+        bring(cache, 0, {expert: 1})
+    first = bring(cache, 0, {2: 1})  # used once, just now: at least as hot as expert 1, so it stays
+    assert not first.hits
+    assert bring(cache, 0, {0: 1}).hits
+    assert bring(cache, 0, {2: 1}).hits
+    for _ in range(3):
+        bring(cache, 0, {2: 1})
+    bring(cache, 0, {5: 1})  # 0 and 2 are both hotter: it stays in the ring
+    bring(cache, 0, {6: 1})  # and is overwritten there
+    assert not bring(cache, 0, {5: 1}).hits
+    assert bring(cache, 0, {0: 1}).hits
+
+
+def test_policies_differ_where_they_should() -> None:
+    def hits(policy: str) -> list[bool]:
+        cache = ExpertCache(2, 8, 1, num_cached=2, num_streaming=1, policy=policy)
+        found = []
+        for expert in (0, 0, 0, 0, 3, 0):
+            found.append(bool(bring(cache, 0, {expert: 1}).hits))
+            bring(cache, 1, {7 - expert: 1})  # the other layer sweeps the ring
+        return found
+
+    assert hits("lfu") == [False, True, True, True, False, True]  # one use does not outweigh four
+    assert hits("lru") == [False, True, True, True, False, False]
+    assert hits("none") == [False] * 6
+
+
+def test_a_prompt_seeds_the_heat_but_does_not_drown_it() -> None:
+    cache = ExpertCache(1, 4, 1, num_cached=2, num_streaming=1, decay=0.9)
+    for _ in range(200):
+        bring(cache, 0, {0: 1})
+    window = cache._heat[0][0]
+    assert window == pytest.approx(10.0)  # 1 / (1 - 0.9)
+    bring(cache, 0, {1: 600, 2: 400})
+    heat = cache._heat[0]
+    assert heat[1] > heat[2] > 0
+    assert 0.3 * window < heat[0] < 0.4 * window  # a third of the past remains, however long the prompt
+    assert sum(heat) == pytest.approx(window)
+    # One decode counts the same whether it is called a prompt of one token or not.
+    one, many = (ExpertCache(1, 4, 1, 0, 1, decay=0.9) for _ in range(2))
+    for _ in range(3):
+        bring(one, 0, {1: 1})
+    bring(many, 0, {1: 3})
+    assert one._heat[0] == pytest.approx(many._heat[0])
+
+
+def test_the_ring_remembers_what_it_still_holds() -> None:
+    cache = ExpertCache(1, 8, 2, num_cached=0, num_streaming=4)
+    bring(cache, 0, {0: 1, 1: 1})
+    bring(cache, 0, {2: 1, 3: 1})
+    assert set(bring(cache, 0, {0: 1, 3: 1}).hits) == {0, 3}
+    bring(cache, 0, {4: 1, 5: 1})  # the two used longest ago go: 1 and 2
+    assert set(bring(cache, 0, {0: 1, 3: 1}).hits) == {0, 3}
+
+
+def global_lru_rate(num_slots: int, num_layers: int, num_tokens: int) -> float:
+    """What similar engines did (lesson 31)."""
+    slots: OrderedDict[tuple[int, int], None] = OrderedDict()
+    hits = total = 0
+    for choices in islice(Routing().tokens(num_layers), num_tokens):
+        for layer, experts in enumerate(choices):
+            for expert in experts:
+                total += 1
+                hits += (layer, expert) in slots
+                slots[layer, expert] = None
+                slots.move_to_end((layer, expert))
+                if len(slots) > num_slots:
+                    slots.popitem(last=False)
+    return hits / total
+
+
+def test_a_global_lru_never_hits_where_quotas_do() -> None:
+    """Lesson 31: 32 layers of top 2 touch 64 experts before the first layer comes round again."""
+    assert global_lru_rate(30, 32, 100) == global_lru_rate(42, 32, 100) == 0.0
+    per_layer = simulate_hit_rates([1], "lru", num_layers=32, num_tokens=100)[0]  # 32 slots and a ring of 4
+    assert per_layer > 0.1
+
+
+def test_hit_rates_of_a_single_sequence() -> None:
+    """Skewed popularity, 2, 4 and 6 of 8 experts cached: LRU 0.31-0.49, 0.59-0.70, 0.83-0.87; decayed LFU better."""
+    lru = simulate_hit_rates([2, 4, 6], "lru")
+    lfu = simulate_hit_rates([2, 4, 6], "lfu")
+    for rate, low, high in zip(lru, (0.31, 0.59, 0.83), (0.49, 0.70, 0.87)):
+        assert low <= rate <= high, lru
+    gains = [b - a for a, b in zip(lru, lfu)]
+    assert min(gains) >= 0.005, gains
+    assert 0.02 <= gains[0] <= 0.09, gains
+    assert 0.02 <= gains[1] <= 0.08, gains
+    assert simulate_hit_rates([4], "none")[0] < 0.1
+
+
+def test_all_cached_means_all_hits() -> None:
+    assert simulate_hit_rates([8], "lfu", num_tokens=400)[0] == pytest.approx(1.0, abs=0.01)
+
+
+def test_routing_is_skewed_and_has_distinct_choices() -> None:
+    draws = [layers[0] for layers in islice(Routing(drift=0.0).tokens(2, seed=1), 2000)]
+    assert all(len(set(chosen)) == 2 for chosen in draws)
+    counts = sorted(sum(expert in chosen for chosen in draws) for expert in range(8))
+    assert counts[-1] > 2 * counts[0]
+
+
+def test_statistics_of_nothing() -> None:
+    assert ExpertStats().hit_rate == ExpertStats().bytes_per_token == ExpertStats().prefetch_precision == 0.0
+    later = ExpertStats(hits=3, layer_hits=(1, 2)) - ExpertStats(hits=1)
+    assert (later.hits, later.layer_hits) == (2, (1, 2))
+    summary = ExpertStats(hits=3, misses=1, bytes_copied=8, tokens=2, layer_hits=(3,)).summary()
+    assert (summary["hit_rate"], summary["bytes_per_token"], summary["misses"]) == (0.75, 4.0, 1)
+    assert "layer_hits" not in summary

@@ -1,0 +1,154 @@
+"""The sparse layer: the sum the formula says, experts wherever they live, and never a silent nothing (lesson 34)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.errors import ConfigError
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.build import Build
+from nanovllm.model_config import ModelConfig, MoeConfig
+from nanovllm.models.registry import find_family
+from nanovllm.models.transformer import Parts, Transformer
+from nanovllm.moe.layer import MoeLayer, ResidentExperts
+from nanovllm.ops.opset import PLAIN
+from nanovllm.weights.checkpoint import open_checkpoint
+from nanovllm.weights.loader import load_weights
+
+TRAINED = Path(__file__).parent.parent / "fixtures" / "tiny-mixtral"
+BUILD = Build(torch.float32, torch.device("cpu"), PLAIN, Parallel())
+HIDDEN, SIZE = 24, 20
+
+
+def make(num_experts: int, top_k: int, renormalise: bool, build: Build = BUILD) -> MoeLayer:
+    moe = MoeConfig(num_experts, top_k, SIZE, renormalise, (True,))
+    layer = MoeLayer(moe, HIDDEN, ResidentExperts(moe, HIDDEN, build), build)
+    generator = torch.Generator().manual_seed(num_experts)
+    for parameter in layer.parameters():
+        parameter.data.normal_(0, 0.5, generator=generator)
+    return layer
+
+
+def formula(layer: MoeLayer, x: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """One token and one expert after another."""
+    gate_up = layer.experts.gate_up.weight.view(num_experts, 2, SIZE, HIDDEN)
+    down = layer.experts.down.weight.view(num_experts, HIDDEN, SIZE)
+    out = torch.zeros_like(x)
+    for t, token in enumerate(x):
+        probabilities = (layer.gate.weight @ token).softmax(0)
+        chosen = probabilities.topk(layer.top_k).indices.tolist()
+        total = probabilities[chosen].sum() if layer.renormalise else 1.0
+        for e in chosen:
+            gate, up = gate_up[e, 0] @ token, gate_up[e, 1] @ token
+            out[t] += probabilities[e] / total * (down[e] @ (F.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (4, 1), (8, 2), (8, 8), (33, 4)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 17])
+def test_the_sum_of_the_chosen_experts(num_experts: int, top_k: int, renormalise: bool, num_tokens: int) -> None:
+    layer = make(num_experts, top_k, renormalise)
+    x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(layer(x), formula(layer, x, num_experts), rtol=1e-4, atol=1e-5)
+    if not renormalise and top_k < num_experts:
+        layer.renormalise = True
+        assert not torch.allclose(layer(x), formula(make(num_experts, top_k, False), x, num_experts), atol=1e-3)
+
+
+def test_parts_say_where_every_expert_is() -> None:
+    experts = make(3, 2, True).experts
+    assert experts.gate_up.parts == {f"{e}.{which}": SIZE for e in range(3) for which in ("gate", "up")}
+    assert experts.down.parts == {"0": HIDDEN, "1": HIDDEN, "2": HIDDEN}
+    assert list(experts.gate_up.parts) == ["0.gate", "0.up", "1.gate", "1.up", "2.gate", "2.up"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_every_expert_and_keep_the_whole_router(size: int) -> None:
+    """Lesson 34: several ranks hold the same architecture, each a slice of it."""
+    layer = make(8, 2, True, replace(BUILD, parallel=Parallel(size=size)))
+    assert isinstance(layer.experts, ResidentExperts)
+    assert layer.gate.weight.shape == (8, HIDDEN)
+    assert layer.experts.gate_up.weight.shape == (8 * 2 * SIZE // size, HIDDEN)
+    assert layer.experts.down.weight.shape == (8 * HIDDEN, SIZE // size)
+
+
+def test_an_expert_that_does_not_divide_over_the_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3: intermediate size of an expert=20"):
+        make(8, 2, True, replace(BUILD, parallel=Parallel(size=3)))
+
+
+# ---- experts that live elsewhere -------------------------------------------------------------------------------------
+
+
+def build_trained(experts: Callable[..., Any] | None = None, **changes: Any) -> Transformer:
+    config = ModelConfig.from_hf({**open_checkpoint(TRAINED).config, **changes})
+    return find_family(config)(config, Parts(BUILD, backend=None, max_model_len=64, experts=experts))  # type: ignore[arg-type]
+
+
+class Elsewhere:
+    graph_safe = False
+
+    def __init__(self, *asked: Any) -> None:
+        self.asked = asked
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        assert ids.shape == weights.shape == (len(x), 2)
+        assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+        return x + ids.sum()
+
+
+def test_experts_can_live_elsewhere() -> None:
+    model = build_trained(Elsewhere)
+    assert not model.graph_safe
+    assert build_trained().graph_safe
+    assert [layer.mlp.experts.asked[0] for layer in model.layers] == [0, 1, 2, 3]
+    _, moe, hidden, build = model.layers[0].mlp.experts.asked
+    assert (moe.num_experts, moe.top_k, moe.intermediate_size, hidden, build) == (8, 2, 256, 128, BUILD)
+    names = {name for name, _ in model.named_parameters()}
+    assert "layers.0.mlp.gate.weight" in names
+    assert not any("experts" in name for name in names)
+    layer, x = model.layers[0].mlp, torch.ones(5, 128)
+    layer.gate.weight.data.zero_()  # a tie: experts 0 and 1
+    torch.testing.assert_close(layer(x), x + 5)
+
+
+def test_a_missing_expert_manager_is_an_error_and_not_zeros() -> None:
+    """Lesson 34."""
+    layer = build_trained(lambda *_: None).layers[0].mlp
+    layer.gate.weight.data.zero_()
+    with pytest.raises(TypeError):
+        layer(torch.ones(1, 128))
+
+
+def test_without_a_manager_experts_are_resident_and_every_one_counts() -> None:
+    model = build_trained()
+    load_weights(model, open_checkpoint(TRAINED), model.rules)
+    for layer in model.layers:
+        assert isinstance(layer.mlp.experts, ResidentExperts)
+        x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+        before = layer.mlp(x)
+        assert (before.abs().amax(1) > 0).all()
+        for e in range(8):
+            down = layer.mlp.experts.down.weight.view(8, 128, 256)
+            kept = down[e].clone()
+            down[e].zero_()
+            changed = (layer.mlp(x) != before).any(1)
+            assert 0 < changed.sum() < 256, e
+            down[e].copy_(kept)
+
+
+def test_a_model_with_experts_is_never_built_dense() -> None:
+    assert not build_trained().is_dense
+    qwen = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 64, "mlp_only_layers": [0, 1, 3]}
+    layers = build_trained(**qwen).layers
+    assert [isinstance(layer.mlp, MoeLayer) for layer in layers] == [False, False, True, False]
+    assert layers[2].mlp.experts.gate_up.weight.shape == (8 * 2 * 64, 128)
+    assert layers[0].mlp.gate_up.weight.shape == (2 * 256, 128)

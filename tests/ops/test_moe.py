@@ -1,0 +1,194 @@
+"""The plain mixture-of-experts operators against transformers' own, their promise about passes, and the tile table."""
+import json
+
+import pytest
+import torch
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from nanovllm.errors import ConfigError
+from nanovllm.ops import moe
+
+pytest.importorskip("triton")
+
+from nanovllm.ops.triton import moe_tiles
+from nanovllm.ops.triton.moe_tiles import Plan, Shape, Tile
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HIDDEN, SIZE = 32, 64
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def block_of(name, num_experts, top_k, renormalise):
+    """A sparse block of transformers and (router, gate_up [E, 2I, H], down [E, H, I])."""
+    if name == "mixtral":
+        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=SIZE, num_local_experts=num_experts,
+                               num_experts_per_tok=top_k)  # fmt: skip
+        block = modeling_mixtral.MixtralSparseMoeBlock(config)
+    else:
+        config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=SIZE, num_experts=num_experts,
+                                num_experts_per_tok=top_k, norm_topk_prob=renormalise)  # fmt: skip
+        block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config)
+    for parameter in block.parameters():
+        parameter.data = torch.randn(parameter.shape) / 6
+    return block, block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj
+
+
+@pytest.mark.parametrize(
+    ("name", "num_experts", "top_k", "renormalise"),
+    [("mixtral", 8, 2, True), ("mixtral", 4, 1, True), ("qwen3", 60, 8, True), ("qwen3", 16, 4, False)],
+)
+@pytest.mark.parametrize("num_tokens", [1, 7, 50])
+def test_a_layer_equals_transformers(name, num_experts, top_k, renormalise, num_tokens):
+    block, router, gate_up, down = block_of(name, num_experts, top_k, renormalise)
+    x = torch.randn(num_tokens, HIDDEN)
+    with torch.no_grad():
+        expected = block(x[None])
+        expected = (expected[0] if isinstance(expected, tuple) else expected).view(num_tokens, HIDDEN)
+        ids, weights = moe.route(x @ router.T, top_k, renormalise)
+        got = moe.sum_pairs(moe.expert_pairs(x, gate_up, down, ids, weights))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_route_by_hand():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [-200.0, -300.0, 0.0, -100.0]])
+    ids, weights = moe.route(logits, 2, False)
+    assert ids.tolist() == [[1, 2], [2, 3]]  # equal: lower id first; probability 0 in fp32: by logit still
+    torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids.long()))
+    torch.testing.assert_close(moe.route(logits, 2, True)[1], torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+
+
+def pool_of(num_slots, hidden, size, dtype):
+    pool = (torch.randn(num_slots, 3 * hidden * size) * hidden**-0.5).to(dtype)
+    both = 2 * hidden * size
+    return pool[:, :both].view(num_slots, 2 * size, hidden), pool[:, both:].view(num_slots, hidden, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "size"), [(32, 64), (128, 256), (24, 20)])  # the last: no whole cache lines
+@pytest.mark.parametrize("num_tokens", [1, 2, 37, 150])
+def test_several_passes_give_the_bits_of_one(dtype, hidden, size, num_tokens):
+    gate_up, down = pool_of(8, hidden, size, dtype)
+    x = torch.randn(num_tokens, hidden).to(dtype)
+    ids, weights = moe.route(torch.randn(num_tokens, 8), 2, True)
+    whole = moe.expert_pairs(x, gate_up.contiguous(), down.contiguous(), ids, weights)
+    elsewhere = torch.tensor([9, 2, 10, 0, 4, 5, 1, 7])
+    far_up, far_down = pool_of(11, hidden, size, dtype)
+    far_up[elsewhere], far_down[elsewhere] = gate_up, down
+    out = torch.full_like(whole, float("nan"))
+    for some in ([0], [6, 2], [], [1, 3, 4], [5, 7]):
+        slots = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
+        moe.expert_pairs(x, far_up, far_down, slots, weights, out=out)
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pairs_without_a_slot_and_repeats(dtype):
+    gate_up, down = pool_of(5, 32, 64, dtype)
+    x, weights = torch.randn(4, 32).to(dtype), torch.rand(4, 2)
+    slots = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
+    out = torch.full((4, 2, 32), 7.0, dtype=dtype)
+    assert moe.expert_pairs(x, gate_up, down, slots, weights, out=out) is out
+    assert (out[slots < 0] == 7.0).all()
+    for t, j in torch.nonzero(slots >= 0).tolist():
+        gate, up = (gate_up[slots[t, j]].float() @ x[t].float()).chunk(2)
+        expected = weights[t, j] * (down[slots[t, j]].float() @ (torch.nn.functional.silu(gate) * up))
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(out[t, j].float(), expected, rtol=tolerance, atol=tolerance)
+    empty = moe.expert_pairs(x[:0], gate_up, down, slots[:0], weights[:0])
+    assert empty.shape == (0, 2, 32)
+
+
+def test_sum_pairs_rounds_once():
+    pairs = torch.tensor([[[256.0], [1.0], [1.0]]], dtype=torch.bfloat16)  # 257 is not a bf16, 258 is
+    assert moe.sum_pairs(pairs).item() == 258.0
+
+
+# ---- tiles ---------------------------------------------------------------------------------------------------------
+
+MIXTRAL = Shape(4096, 14336, 2, torch.bfloat16)
+HOPPER = (9, 0)
+
+
+def test_the_rule():
+    sizes = (1, 2, 3, 16, 17, 64, 65, 128, 129, 512, 513, 3071, 3072)
+    kinds = {n: moe_tiles.default_plan(n, MIXTRAL, HOPPER) for n in sizes}
+    assert {n: (plan.kind, plan.block_m) for n, plan in kinds.items()} == {
+        1: ("gemv", 1), 2: ("gemv", 1), 3: ("tiles", 16), 16: ("tiles", 16), 17: ("tiles", 64), 64: ("tiles", 64),
+        65: ("tiles", 64), 128: ("tiles", 64), 129: ("tiles", 128), 512: ("tiles", 128), 513: ("tiles", 128),
+        3071: ("tiles", 128), 3072: ("grouped", 128),
+    }  # fmt: skip
+    many = Shape(2048, 768, 8, torch.bfloat16)
+    plans = [moe_tiles.default_plan(n, many, HOPPER) for n in (4, 5, 64, 65, 512, 513)]
+    assert [plan.block_m for plan in plans] == [1, 16, 16, 64, 64, 128]
+
+
+def test_the_grouped_product_is_for_hopper_and_bf16():
+    for shape, arch in [(MIXTRAL, (8, 0)), (MIXTRAL, (10, 0)), (Shape(4096, 14336, 2, torch.float16), HOPPER),
+                        (Shape(4096, 14340, 2, torch.bfloat16), HOPPER),
+                        (Shape(2048, 768, 8, torch.bfloat16), HOPPER)]:  # fmt: skip
+        assert not moe_tiles.uses_grouped(16384, shape, arch)
+    assert moe_tiles.uses_grouped(16384, MIXTRAL, HOPPER)
+
+
+@pytest.mark.parametrize("arch", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_stages_fit_the_shared_memory(arch):
+    limit = moe_tiles.SHARED.get(arch, moe_tiles.LEAST_SHARED)
+    for num_tokens in (3, 17, 65, 129, 513):
+        plan = moe_tiles.default_plan(num_tokens, Shape(4096, 14336, 2, torch.float16), arch)
+        for tile, num_weights in ((plan.gate_up, 2), (plan.down, 1)):
+            assert tile.num_stages * (plan.block_m + num_weights * tile.block_n) * tile.block_k * 2 <= limit
+            assert tile.num_stages >= 2
+
+
+def test_sizes_to_warm_cover_every_plan():
+    device = torch.device("cpu")
+    sizes = moe_tiles.sizes_to_warm(100, MIXTRAL, device)
+    plans = {moe_tiles.choose_plan(n, MIXTRAL, device) for n in range(1, 101)}
+    assert {moe_tiles.choose_plan(n, MIXTRAL, device) for n in sizes} == plans
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_table_as_shipped_is_sound():
+    assert moe_tiles.TABLE.is_file()
+    moe_tiles.read_table(moe_tiles.TABLE)
+
+
+def test_a_table_is_read_as_written(tmp_path):
+    path = tmp_path / "tiles.json"
+    first = Plan("tiles", 32, Tile(64, 128, 4, 3), Tile(128, 64, 8, 4))
+    moe_tiles.write_table(path, [moe_tiles.entry_of("card", MIXTRAL, 64, first)])
+    second = Plan("gemv", 1, Tile(1, 512, 1, 1), Tile(2, 1024, 1, 1))
+    moe_tiles.write_table(path, [moe_tiles.entry_of("card", MIXTRAL, n, second) for n in (64, 1)])
+    moe_tiles.write_table(path, [moe_tiles.entry_of("other", MIXTRAL, 1, first)])
+    key = ("card", 4096, 14336, 2, 2)
+    assert moe_tiles.read_table(path) == [(key, 1, second), (key, 64, second), (("other", *key[1:]), 1, first)]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [({"block_m": 24}, "power of two"), ({"block_m": 8}, "at least 16"), ({"block_m": True}, "integer"),
+     ({"kind": "magic"}, "kind"), ({"device": 3}, "device"), ({"max_tokens": 0}, "max_tokens"),
+     ({"hidden": 1 << 40}, "hidden"), ({"gate_up": [64, 128, 4]}, "num_stages"), ({"down": [64, 100, 4, 3]}, "powers"),
+     ({"down": [64, 128, 4, 99]}, "num_stages"), ({"top_k": "2"}, "top_k")],
+)  # fmt: skip
+def test_a_wrong_entry_is_refused(tmp_path, change, complaint):
+    entry = moe_tiles.entry_of("card", MIXTRAL, 64, Plan("tiles", 32)) | change
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps([entry]))
+    with pytest.raises(ConfigError, match=complaint):
+        moe_tiles.read_table(path)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[3]"])
+def test_a_wrong_file_is_refused(tmp_path, text):
+    path = tmp_path / "tiles.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="tiles"):
+        moe_tiles.read_table(path)
