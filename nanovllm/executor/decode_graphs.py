@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from nanovllm.attention.base import AttentionBatch
+from nanovllm.executor.relay import RELAY_SIZES, Relay
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
 from nanovllm.layers.attention import KVCache, Step
@@ -81,12 +82,22 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Largest first: its memory then serves all others."""
         pool = None
+
+        def captured(function: Callable[[], None]) -> Callable[[], None]:
+            nonlocal pool
+            replay, pool = capture_graph(function, pool)
+            return replay
+
         for size in reversed(self.sizes):
             compute = partial(self._compute, size)
-            if self._eager:
+            if self._eager or not (self._model.graph_safe or size in RELAY_SIZES):
                 self._replays[size] = compute
+            elif self._model.graph_safe:
+                self._replays[size] = captured(compute)
             else:
-                self._replays[size], pool = capture_graph(compute, pool)
+                sample = partial(self._sample, size)
+                relay = Relay(self._model, self._caches, self._step(size), sample, captured, pin=True)
+                self._replays[size] = relay.run
 
     def compute_each(self) -> None:
         for size in self.sizes:
@@ -110,9 +121,9 @@ class DecodeGraphs:
             replay()
 
     def _compute(self, size: int) -> None:
-        from nanovllm.ops.triton.decode_state import advance
-        from nanovllm.ops.triton.sampling import sample
+        self._sample(size, self._model(self._step(size), self._caches))
 
+    def _step(self, size: int) -> Step:
         lanes = self.lanes.first(size)
         batch = AttentionBatch(
             query_lens=[1] * size,
@@ -125,13 +136,16 @@ class DecodeGraphs:
             num_decodes=size,
             max_context_len=self._max_model_len,
         )
-        step = Step(lanes.tokens, lanes.positions, None, batch)
-        logits = self._model.logits(self._model(step, self._caches))
+        return Step(lanes.tokens, lanes.positions, None, batch)
+
+    def _sample(self, size: int, hidden: torch.Tensor) -> None:
+        from nanovllm.ops.triton.decode_state import advance
+        from nanovllm.ops.triton.sampling import sample
+
+        lanes = self.lanes.first(size)
         # The token being drawn stands one position after the one just fed.
-        sampled = sample(logits, lanes.temperatures, lanes.seeds, lanes.context_lens)
+        sampled = sample(self._model.logits(hidden), lanes.temperatures, lanes.seeds, lanes.context_lens)
         advance(
             sampled, lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables, lanes.out,
             lanes.step, self._block_size,
         )  # fmt: skip
-
-

@@ -46,8 +46,9 @@ class GpuRunner:
         self._row_tables = torch.zeros(max_num_seqs, num_blocks, dtype=torch.int32, device=device.torch_device)
         self._changed_rows: dict[int, None] = {}  # rows whose block table on the device is behind
         self._graphs = DecodeGraphs(model, self._caches, device, max_num_seqs, max_model_len, layout.block_size, eager)
+        most = 0 if eager or not model.graph_safe else max_num_tokens
         self._mixed_graphs = MixedGraphs(
-            model, self._caches, device, self._row_tokens, num_blocks, 0 if eager else max_num_tokens, max_model_len
+            model, self._caches, device, self._row_tokens, num_blocks, most, max_model_len
         )
         # Sampling that needs the host, prompt logprobs included, is the plain runner's work on our caches and batch.
         self._host_runner = ModelRunner(model, layout, device, self._caches, self._batch, draw_plain=self._draw_plain)

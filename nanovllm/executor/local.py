@@ -158,8 +158,9 @@ class LocalExecutor:
         if self._uses_gpu_runner(model):
             from nanovllm.executor.gpu_runner import GpuRunner
 
-            eager = config.enforce_eager or not model.graph_safe
-            runner = GpuRunner(model, self.layout, self.device, seqs, max_model_len, max_num_tokens, eager)
+            runner = GpuRunner(
+                model, self.layout, self.device, seqs, max_model_len, max_num_tokens, eager=config.enforce_eager
+            )
             runner.capture()
             return runner
         caches = allocate(self.layout, model.specs, self.device)

@@ -183,6 +183,11 @@ class Slot:
         self._copied: Mark | None = None
         self._used: Mark | None = None
 
+    def used_until_now(self) -> None:
+        """For who reads it outside `reading`: a captured graph, which cannot tell. The next copy waits for all that is
+        queued for computing by now."""
+        self._used = self._stream.mark_compute()
+
     def fill(self, write: Callable[[torch.Tensor], None]) -> None:
         """`write(memory)` queues copies into the buffer."""
         if self._used is not None:

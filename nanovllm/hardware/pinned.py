@@ -24,16 +24,19 @@ class HostBlock:
     def __init__(self, num_elements: int, dtype: torch.dtype, device: Device) -> None:
         self._registered: int | None = None
         self._device = device.torch_device
-        num_bytes, page = num_elements * dtype.itemsize, mmap.PAGESIZE
-        locked = -(-num_bytes // page) * page
+        if not device.is_gpu:
+            try:
+                self.tensor = torch.empty(num_elements, dtype=dtype)
+            except RuntimeError as error:  # torch says "can't allocate memory" this way
+                raise MemoryError(str(error)) from error
+            return
+        locked = -(-num_elements * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            memory = torch.empty(locked + page if device.is_gpu else num_bytes, dtype=torch.uint8)
-        except RuntimeError as error:  # torch says "can't allocate memory" this way
-            raise MemoryError(str(error)) from error
-        start = -memory.data_ptr() % page if device.is_gpu else 0
-        self.tensor = memory[start : start + num_bytes].view(dtype)
-        if device.is_gpu:
-            self._register(memory.data_ptr() + start, locked)
+            memory = mmap.mmap(-1, locked)  # begins at a page, as torch's memory does not
+        except (OSError, ValueError) as error:
+            raise MemoryError(f"{locked} bytes of host memory: {error}") from error
+        self.tensor = torch.frombuffer(memory, dtype=dtype, count=num_elements)
+        self._register(self.tensor.data_ptr(), locked)
 
     def _register(self, address: int, num_bytes: int) -> None:
         runtime = torch.cuda.cudart()

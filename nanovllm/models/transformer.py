@@ -80,10 +80,16 @@ class DecoderLayer(Layer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, cache: KVCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.attend(x, residual, rope, step, cache)
+        return self.mlp(x), residual
+
+    def attend(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All but the MLP: its input, and the residual stream."""
         x, residual = self.attention_norm(x, residual)
         x = self.attention(x, rope, step, cache)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
+        return self.mlp_norm(x, residual)
 
     def forward_few(self, x: torch.Tensor, rope: Rope, step: Step, cache: KVCache) -> torch.Tensor:
         """The same for one or two tokens, where every launch costs as much as its work: norms, the gate and the sums
@@ -133,7 +139,10 @@ class Transformer(Layer):
             for layer, cache in zip(self.layers, caches):
                 x, residual = layer(x, residual, rope, step, cache)
         assert residual is not None
-        # The last norm and the head, the model's largest matrix, only see the rows that are asked for.
+        return self.last_norm(x, residual, step)
+
+    def last_norm(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        """It and the head, the model's largest matrix, only see the rows that are asked for."""
         if step.logit_rows is not None:
             x, residual = x[step.logit_rows], residual[step.logit_rows]
         x, _ = self.norm(x, residual)

@@ -179,6 +179,11 @@ class ExpertCache:
         waves = [part[i : i + size] for part in (through, own) for i in range(0, len(part), size)]
         return waves, len(self._ring) // size
 
+    def content(self, slot: int) -> tuple[int, int] | None:
+        """(layer, expert) whose bytes are there, all or some."""
+        content = self._contents[slot]
+        return None if content is None else (content.layer, content.expert)
+
     def begin(self, layer: int, expert: int, slot: int) -> int:
         """Before copying into a slot: forgets what it held, unless that is this expert. The pieces it holds of it."""
         content = self._contents[slot]

@@ -62,5 +62,8 @@ class MoeLayer(Layer):
         self.experts = experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ids, weights = self.ops.route(self.gate(x), self.top_k, self.renormalise)
-        return self.experts(x, ids, weights)
+        return self.experts(x, *self.route(x))
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chosen experts and their weights, [tokens, top_k] each."""
+        return self.ops.route(self.gate(x), self.top_k, self.renormalise)

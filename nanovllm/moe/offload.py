@@ -14,6 +14,10 @@ The output is that of resident experts, bit for bit: a pair (token, expert) give
 expert is in and whichever pass it is in, all pairs of an expert are in one pass, and the sum is taken once. Only
 `cpu_misses` departs from that: the CPU adds up in another order.
 
+A decode step of few tokens may also run in two halves, so that most of a layer can be captured as a graph (see
+executor/relay.py): `start` computes the hits by a table on the device that says which slot holds which expert, without
+asking the host; meanwhile the host learns what was chosen, and `finish` brings and computes the rest, mostly nothing.
+
 The life of an expert's bytes is in three hands: `ExpertStore` (where they come from), `ExpertCache` (which slot they
 go to), `Slot` (when that slot may be written and read).
 """
@@ -23,6 +27,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,6 +138,12 @@ class Offload:
         self._uploader = Uploader(device) if device.is_gpu else None
         self._numbers = torch.arange(-1, len(pool), dtype=torch.int32, device=device.torch_device).split(1)
         self._gates_after: list[torch.Tensor] = []  # routers of the layers after each, stacked: one product for all
+        # Slot of every expert that `start` may compute, -1 = none: on the device, and what the host has queued of it.
+        # Where an interrupt makes them differ, the device has *more*: the host then computes such a pair once more.
+        counts = (len(layers), moe.num_experts)
+        self._table = torch.full(counts, -1, dtype=torch.int32, device=device.torch_device)
+        self._announced = np.full(counts, -1, dtype=np.int32)
+        self._announces = False
         self._bytes_copied = self._tokens = self._computed_on_cpu = 0
         self._closed = False
 
@@ -151,7 +162,10 @@ class Offload:
     def watch_gates(self, gates: list[torch.Tensor]) -> None:
         """Router weights [experts, hidden] of the sparse layers in order: with them the next layers are guessed."""
         assert len(gates) == len(self.shape.layers)
-        self._gates_after = [torch.cat(gates[i + 1 : i + 1 + GUESS_LAYERS]) for i in range(len(gates) - 1)]
+        stacked = [torch.cat(gates[i + 1 : i + 1 + GUESS_LAYERS]) for i in range(len(gates) - 1)]
+        for old, new in zip(self._gates_after, stacked):
+            old.copy_(new)  # a captured graph knows the address
+        self._gates_after = self._gates_after or stacked
 
     def compute(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """One token on a GPU: what Python asks of torch, at up to 23 us a call on a slow host. Before the first copy:
@@ -160,11 +174,44 @@ class Offload:
         assert not self._closed
         if len(x) == 0:
             return torch.empty_like(x)
-        chosen = self._download(layer, x, ids, weights)
+        question = self.question(layer, x, ids, weights)
+        asked = self.idle.ask(layer)
+        answer = self.stream.download(question)
+        self.idle.answered(asked)
+        pairs = x.new_empty(*ids.shape, self.shape.hidden)
+        self._complete(layer, x, weights, pairs, self._read(layer, x, ids, answer), done=())
+        return self._ops.sum_pairs(pairs)
+
+    # ---- in two halves -----------------------------------------------------------------------------------------
+
+    def start(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor
+    ) -> None:
+        """Rows of `pairs` whose experts are on the device. No host, fixed addresses: may be captured."""
+        self._announces = True
+        slots = self._table[layer].index_select(0, ids.view(-1)).view(ids.shape)
+        self._ops.expert_pairs(x, self._gate_up, self._down, slots, weights, pairs)
+
+    def finish(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor,
+        answer: np.ndarray,
+    ) -> None:  # fmt: skip
+        """The other rows. `answer`: what `question` asked, on the host; `start` was queued since the last `finish`."""
+        assert not self._closed
+        chosen = self._read(layer, x, ids, answer)
+        done = np.flatnonzero(self._announced[layer] >= 0).tolist()
+        self._complete(layer, x, weights, pairs, chosen, done)
+
+    def _complete(
+        self, layer: int, x: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor, chosen: Chosen,
+        done: Collection[int],
+    ) -> None:  # fmt: skip
+        """Bring what is missing and compute the rows of all chosen experts but those already `done`."""
         counts = np.bincount(chosen.ids.ravel(), minlength=self.shape.num_experts)
         token_counts = {int(expert): int(counts[expert]) for expert in counts.nonzero()[0]}
         selection = self.cache.select(layer, token_counts, self._computable(layer, token_counts, chosen))
-        passes = ([list(selection.hits.items())] if selection.hits else []) + selection.waves
+        here = [(expert, slot) for expert, slot in selection.hits.items() if expert not in done]
+        passes = ([here] if here else []) + selection.waves
         small = chosen.ids.size * len(passes) <= SMALL_TABLE
         tables = None if small else self._tables(chosen.ids, passes)
         for wave in selection.waves[: selection.num_ahead]:
@@ -172,11 +219,11 @@ class Offload:
         if len(selection.waves) <= selection.num_ahead:
             self._look_ahead(layer, chosen, selection)
         tables = self._tables(chosen.ids, passes) if tables is None else tables
-        pairs = x.new_empty(*ids.shape, self.shape.hidden)
         first_wave = len(passes) - len(selection.waves)
         for number, members in enumerate(passes):
             with reading([self._slots[slot] for _, slot in members], self._stalls):
                 self._ops.expert_pairs(x, self._gate_up, self._down, tables[number], weights, pairs)
+            self._announce(layer, members)
             coming = number - first_wave + selection.num_ahead
             if number >= first_wave and coming < len(selection.waves):
                 self._bring(layer, selection.waves[coming])
@@ -185,31 +232,55 @@ class Offload:
         if selection.elsewhere:
             self._compute_on_cpu(layer, selection.elsewhere, chosen, pairs)
         self._tokens += len(x) if layer == 0 else 0
-        return self._ops.sum_pairs(pairs)
 
-    def _download(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Chosen:
-        numbers, num_experts = [ids], self.shape.num_experts
-        num_guessed = 0  # layers
-        if self._options.prefetch and layer < len(self._gates_after) and len(x) <= GUESS_TOKENS:
+    def _announce(self, layer: int, members: list[tuple[int, int]]) -> None:
+        """The computing queue has waited for these: `start` may use them from now on. Four bytes each, copied on the
+        device from numbers that are there: an upload would queue behind the experts (see copies.py)."""
+        for expert, slot in members if self._announces else ():
+            if self._announced[layer, expert] != slot:
+                self._table[layer, expert : expert + 1].copy_(self._numbers[slot + 1])
+                self._announced[layer, expert] = slot
+
+    def _retract(self, slot: int, layer: int, expert: int) -> None:
+        """Before a slot is filled with this expert: `start` must not look for its old one there any more. What was
+        started until now may still read it, so the copy waits for that."""
+        content = self.cache.content(slot)
+        if content is None or content == (layer, expert) or self._announced[content] != slot:
+            return
+        self._announced[content] = -1
+        self._table[content[0], content[1] : content[1] + 1].copy_(self._numbers[0])
+        self._slots[slot].used_until_now()
+
+    def question(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """int32 [...]: what the host must know, put together on the device; may be captured."""
+        numbers = [ids]
+        if self._num_guessed(layer, len(x)):
             logits = self._ops.linear(x, self._gates_after[layer])  # [tokens, layers * experts]
-            num_guessed = logits.shape[1] // num_experts
-            numbers.append(self._ops.route(logits.view(-1, num_experts), self._top_k, False)[0])
-        wants_rows = self._options.cpu_misses and len(x) <= SMALL_TABLE
-        if wants_rows:
+            numbers.append(self._ops.route(logits.view(-1, self.shape.num_experts), self._top_k, False)[0])
+        if self._wants_rows(len(x)):
             numbers += [weights.view(torch.int32), x.contiguous().view(torch.int32)]
-        asked = self.idle.ask(layer)
-        flat = torch.cat([part.reshape(-1) for part in numbers]) if len(numbers) > 1 else ids.reshape(-1)
-        host = self.stream.download(flat)
-        self.idle.answered(asked)
-        sizes = np.cumsum([part.numel() for part in numbers])
-        parts = np.split(host, sizes[:-1])
+        return torch.cat([part.reshape(-1) for part in numbers]) if len(numbers) > 1 else ids.reshape(-1)
+
+    def _num_guessed(self, layer: int, num_tokens: int) -> int:
+        """Layers whose experts are guessed by the way."""
+        if not self._options.prefetch or layer >= len(self._gates_after) or num_tokens > GUESS_TOKENS:
+            return 0
+        return len(self._gates_after[layer]) // self.shape.num_experts
+
+    def _wants_rows(self, num_tokens: int) -> bool:
+        return self._options.cpu_misses and num_tokens <= SMALL_TABLE
+
+    def _read(self, layer: int, x: torch.Tensor, ids: torch.Tensor, answer: np.ndarray) -> Chosen:
+        num_guessed, size = self._num_guessed(layer, len(x)), ids.numel()
+        sizes = [size] + [size * num_guessed] * bool(num_guessed)
+        parts = np.split(answer, np.cumsum(sizes))
         guesses = []
         if num_guessed:
             by_layer = parts[1].reshape(len(x), num_guessed, -1).swapaxes(0, 1).reshape(num_guessed, -1)
             guesses = [_most_wanted(row.tolist()) for row in by_layer]
         rows = None
-        if wants_rows:
-            host_weights, host_x = (torch.from_numpy(part) for part in parts[-2:])
+        if self._wants_rows(len(x)):
+            host_weights, host_x = (torch.from_numpy(part) for part in (parts[-1][:size], parts[-1][size:]))
             rows = host_x.view(x.dtype).view(x.shape), host_weights.view(torch.float32).view(ids.shape)
         return Chosen(parts[0].reshape(ids.shape), guesses, rows)
 
@@ -240,6 +311,7 @@ class Offload:
 
     def _bring(self, layer: int, wave: list[tuple[int, int]]) -> None:
         for expert, slot in wave:
+            self._retract(slot, layer, expert)
             held = self.cache.begin(layer, expert, slot)
             if held < self.cache.num_pieces:
                 self._fill(layer, expert, slot, held, self.cache.num_pieces)
@@ -252,6 +324,7 @@ class Offload:
         for later, guesses in enumerate(chosen.guesses, layer + 1):
             wanted = [expert for expert in guesses if self.store.in_memory(later, expert)]
             for expert, slot, upto in self.cache.guess(later, wanted, num_pieces, far=later > layer + 1):
+                self._retract(slot, later, expert)
                 held = self.cache.begin(later, expert, slot)
                 self._fill(later, expert, slot, held, upto)
                 self.cache.copied(slot, upto, guess=True)
@@ -333,7 +406,7 @@ class OffloadedExperts:
     graph_safe = False  # the host looks at what was chosen
 
     def __init__(self, offload: Offload, layer: int) -> None:
-        self._offload, self._layer = offload, layer
+        self.offload, self.layer = offload, layer  # layer: among the sparse ones
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self._offload.compute(self._layer, x, ids, weights)
+        return self.offload.compute(self.layer, x, ids, weights)

@@ -214,8 +214,18 @@ class Tiers:
         return (self.num_slots + self.resident_experts) * self.expert_bytes
 
 
+def refuse_without_experts(model: ModelConfig, placement: str, cache_gb: float | None) -> None:
+    """On a dense model these options would do nothing: who gives them hopes for memory that will not be saved."""
+    asked = "expert_placement='offload'" if placement == "offload" else f"expert_cache_gb={cache_gb}"
+    if model.moe is None and (placement == "offload" or cache_gb is not None):
+        raise ConfigError(
+            f"{asked}: {model.architecture} has no experts, all of its weights stay on the device; leave it out"
+        )
+
+
 def size_tiers(memory: Memory, model: ModelFacts, wants: Wants) -> Tiers:
     """Raises DoesNotFit with figures when there is no way; ConfigError when an option asks for the impossible."""
+    refuse_without_experts(model.config, wants.placement, wants.cache_gb)
     budget = _Budget.of(memory, model, wants)
     everything = model.all_experts_bytes
     limited = wants.cache_gb is not None and int(wants.cache_gb * GIB) < everything

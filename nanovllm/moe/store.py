@@ -81,6 +81,7 @@ class ExpertStore:
         self._blocks: dict[tuple[int, int], HostBlock] = {}
         self._files: dict[tuple[int, int], _File] = {}
         self._open: dict[Path, int] = {}
+        self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
         self._chunks: list[_Chunk] = []
         self._turn = 0
         try:
@@ -153,6 +154,11 @@ class ExpertStore:
         location = self._checkpoint.location(name)
         assert location is not None
         self._files[key].parts[part] = location
+        if location.path not in self._open:  # now: another file of that name may have other numbers later
+            self._open[location.path] = _open_file(location.path)
+        if location.dtype != self.shape.dtype:  # a miss allocates nothing
+            size = len(self._chunks[0].block.tensor) * location.dtype.itemsize
+            self._raw = self._raw if len(self._raw) >= size else torch.empty(size, dtype=torch.uint8)
 
     @property
     def num_in_memory(self) -> int:
@@ -199,12 +205,12 @@ class ExpertStore:
                 self._read_part(file.parts[part], first - number * size, buffer[first - start : last - start])
 
     def _read_part(self, location: Location, start: int, buffer: torch.Tensor) -> None:
-        raw = buffer if location.dtype == buffer.dtype else torch.empty(len(buffer), dtype=location.dtype)
+        raw = buffer
+        if location.dtype != buffer.dtype:
+            raw = self._raw[: len(buffer) * location.dtype.itemsize].view(location.dtype)
         view = memoryview(raw.view(torch.uint8).numpy())
         offset = location.offset + start * location.dtype.itemsize
         try:
-            if location.path not in self._open:
-                self._open[location.path] = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC)
             while view:
                 count = os.preadv(self._open[location.path], [view], offset)
                 if count == 0:
@@ -226,3 +232,10 @@ class ExpertStore:
         self._chunks.clear()
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def _open_file(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be opened ({error.strerror}), but experts are to be read from it") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.copies import CopyStream
-from nanovllm.moe.offload import GUESS_TOKENS, IdleTime, OffloadOptions
+from nanovllm.moe.offload import GUESS_TOKENS, IdleTime, Offload, OffloadOptions
 from nanovllm.ops.opset import PLAIN
 from tests.moe.offload_rig import HIDDEN, SIZE, make_rig, random_call
 
@@ -36,9 +37,19 @@ def cases(draw):
     return num_layers, num_experts, top_k, options, steps
 
 
-@settings(max_examples=120, deadline=None)
-@given(cases(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 20), st.integers(0, 99))
-def test_output_has_the_bits_of_resident_experts(case, dtype, lazy, num_pieces, seed) -> None:
+def in_two_halves(offload, layer, x, ids, weights):
+    pairs = torch.full((*ids.shape, HIDDEN), float("nan"), dtype=x.dtype)
+    offload.start(layer, x, ids, weights, pairs)
+    offload.finish(layer, x, ids, weights, pairs, offload.stream.download(offload.question(layer, x, ids, weights)))
+    return PLAIN.sum_pairs(pairs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 20), st.integers(0, 99),
+       st.sampled_from([0.0, 0.5, 1.0]))  # fmt: skip
+def test_output_has_the_bits_of_resident_experts(case, dtype, lazy, num_pieces, seed, halves) -> None:
+    """Computed at once, or in the two halves of a captured decode step, or now this way, now that."""
+    draw = random.Random(seed)
     num_layers, num_experts, top_k, options, steps = case
     rig = make_rig(num_layers, num_experts, top_k, options, dtype, lazy, num_pieces)
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +57,9 @@ def test_output_has_the_bits_of_resident_experts(case, dtype, lazy, num_pieces, 
     for num_tokens, spread in [(7, None), *steps]:
         for layer in range(num_layers):
             x, ids, weights = random_call(rig, num_tokens, generator, min(spread or num_experts, num_experts))
-            assert torch.equal(rig.layer(layer)(x, ids, weights), rig.resident(layer, x, ids, weights))
+            compute = in_two_halves if draw.random() < halves else Offload.compute
+            out = compute(rig.offload, layer, x, ids, weights)
+            assert torch.equal(out, rig.resident(layer, x, ids, weights))
             num_calls += 1
     assert rig.stream.num_downloads == num_calls
     stats = rig.offload.stats()
@@ -304,3 +317,29 @@ def test_idle_time_is_what_is_measured_between_copies_and_the_next_question() ->
     assert layer(3, False, 2.05) == 20
     assert layer(0, True, 50.0) == 5  # the time between two steps is not a layer's
     assert IdleTime(stream, None, 10).pieces(0, True, 1) == 0
+
+
+def test_the_second_half_does_nothing_when_all_chosen_experts_are_on_the_device() -> None:
+    """Once announced, an expert is computed by the first half alone: no copy, no pass, no table changes."""
+    rig = make_rig(1, 8, 2, OffloadOptions(num_cached=4, num_streaming=2))
+    x, ids, weights = random_call(rig, 1, torch.Generator().manual_seed(5))
+    first = in_two_halves(rig.offload, 0, x, ids, weights)
+    copies = rig.stream.num_copies
+    pairs = torch.full((1, 2, HIDDEN), float("nan"))
+    rig.offload.start(0, x, ids, weights, pairs)
+    assert torch.equal(PLAIN.sum_pairs(pairs), first)
+    answer = rig.stream.download(rig.offload.question(0, x, ids, weights))
+    pairs.fill_(7.0)
+    rig.offload.finish(0, x, ids, weights, pairs, answer)
+    assert (pairs == 7.0).all()
+    assert rig.stream.num_copies == copies
+    assert (rig.offload.stats().hits, rig.offload.stats().misses) == (2, 2)
+
+
+def test_an_evicted_expert_is_not_looked_for_in_its_old_slot() -> None:
+    """Three experts take turns in two slots: each time the first half must see who is really there."""
+    rig = make_rig(1, 3, 1, OffloadOptions(num_cached=1, num_streaming=1, policy="lru"))
+    x, _, weights = random_call(rig, 1, torch.Generator().manual_seed(5))
+    for expert in (0, 1, 2, 0, 1, 1, 2, 0, 0, 2):
+        ids = torch.tensor([[expert]], dtype=torch.int32)
+        assert torch.equal(in_two_halves(rig.offload, 0, x, ids, weights), rig.resident(0, x, ids, weights))

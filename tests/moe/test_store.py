@@ -167,10 +167,31 @@ def test_a_file_that_shrinks_is_an_error_with_its_name(tmp_path, small_chunks) -
 def test_a_file_that_is_gone_is_an_error_with_its_name(tmp_path) -> None:
     checkpoint = write_model(tmp_path)
     store, _ = make_store(checkpoint, 0)
-    fill(store, checkpoint)
+    for name in ("0.0.gate", "1.0.gate"):
+        checkpoint.location(name)  # the headers are known
     (tmp_path / "model-0.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"model-0\.safetensors"):
-        store.send(0, 0, 0, 10, torch.empty(store.shape.numel))
+    with pytest.raises(ModelError, match=r"model-0\.safetensors: cannot be opened \(No such file"):
+        fill(store, checkpoint)
+    store.close()
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_that_is_replaced_or_removed_later_still_serves_what_was_loaded(tmp_path, replaced: bool) -> None:
+    """A new version of a model arrives under the old names: its numbers must not mix with those in memory."""
+    checkpoint = write_model(tmp_path)
+    store, stream = make_store(checkpoint, 2)
+    fill(store, checkpoint)
+    wanted = torch.cat([checkpoint.read(f"1.2.{part}").flatten() for part in ("gate", "up", "down")])
+    path = tmp_path / "model-1.safetensors"
+    other = path.read_bytes()
+    path.unlink()
+    if replaced:
+        path.write_bytes(other[:2000] + bytes(len(other) - 2000))
+    memory = torch.empty(store.shape.numel)
+    store.send(1, 2, 0, store.shape.numel, memory)
+    stream.synchronize()
+    assert torch.equal(memory, wanted)
+    store.close()
 
 
 def test_locations_are_checked(tmp_path) -> None:

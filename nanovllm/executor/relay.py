@@ -1,0 +1,121 @@
+"""A decode step with offloaded experts: captured pieces, and the host between them.
+
+Which experts a layer wants is known in the middle of the step, and only the host can bring those that are missing, so
+the step cannot be one graph. Kernel by kernel it takes a slow host 0.6 ms a layer, six times what the GPU needs. But
+between two such questions everything is fixed:
+
+    ask      sum of the last layer's experts, attention, norms, router, guesses for the layers to come; the answer
+             (what was chosen) goes to page-locked memory
+    start    the experts that are on the device, by a table that lies there too
+    ...      meanwhile the host reads the answer; what is missing it queues copies of, and kernels that wait for them
+    ask      of the next layer
+
+`ask` and `start` of every sparse layer are graphs; the last piece ends with sampling. A layer whose experts are all
+there costs the host two replays and a look at a few numbers, while the GPU is busy with `start`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.layers.attention import KVCache, Rope, Step
+from nanovllm.models.transformer import DecoderLayer, Transformer
+from nanovllm.moe.layer import MoeLayer
+from nanovllm.moe.offload import Offload
+
+RELAY_SIZES = (1, 2, 4)  # with more sequences nearly every layer misses something, and copies take all the time
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # function -> what replays it
+
+
+class Said:
+    """What a piece leaves behind for the host and the next piece. The tensors are those of its last call: once it is
+    captured there are no calls any more, and their addresses stay."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    answer: torch.Tensor | None = None  # int32, on the host
+
+
+@dataclass(frozen=True)
+class Piece:
+    layer: int  # among the sparse ones
+    ask: Callable[[], None]
+    start: Callable[[], None]
+    said: Said
+
+
+class Relay:
+    def __init__(
+        self, model: Transformer, caches: list[KVCache], step: Step, sample: Callable[[torch.Tensor], None],
+        capture: Capture, pin: bool,
+    ) -> None:  # fmt: skip
+        """`sample(hidden)` takes the last hidden states to tokens and advances the state. `pin`: lock host memory."""
+        self._model, self._step, self._ops, self._pin = model, step, model.ops, pin
+        layers = list(zip(model.layers, caches))
+        ends = [i for i, (layer, _) in enumerate(layers) if isinstance(layer.mlp, MoeLayer)]
+        first = layers[ends[0]][0].mlp
+        self._offload: Offload = first.experts.offload
+        hidden, num_tokens = self._offload.shape.hidden, len(step.token_ids)
+        self._pairs = torch.zeros(
+            num_tokens, first.top_k, hidden, dtype=model.embed.weight.dtype, device=model.embed.weight.device
+        )
+        self._pieces: list[Piece] = []
+        begin = 0
+        for end in ends:
+            self._pieces.append(self._make_piece(layers[begin : end + 1], capture))
+            begin = end + 1
+        self._finish_step = capture(lambda: self._last(layers[begin:], sample))
+
+    def run(self) -> None:
+        """One token for each sequence."""
+        offload, stream = self._offload, self._offload.stream
+        for piece in self._pieces:
+            piece.ask()
+            idle = offload.idle.ask(piece.layer)
+            asked = idle or stream.mark_compute()
+            piece.start()
+            stream.wait(asked)
+            offload.idle.answered(idle)
+            said = piece.said
+            assert said.answer is not None
+            offload.finish(piece.layer, said.x, said.ids, said.weights, self._pairs, said.answer.numpy())
+        self._finish_step()
+
+    def _make_piece(self, layers: list[tuple[DecoderLayer, KVCache]], capture: Capture) -> Piece:
+        number, offload, said = len(self._pieces), self._offload, Said()
+
+        def ask() -> None:
+            x, residual, rope = self._enter(number)
+            for layer, cache in layers[:-1]:
+                x, residual = layer(x, residual, rope, self._step, cache)
+            sparse, cache = layers[-1]
+            said.x, said.residual = sparse.attend(x, residual, rope, self._step, cache)
+            said.ids, said.weights = sparse.mlp.route(said.x)
+            question = offload.question(number, said.x, said.ids, said.weights)
+            if said.answer is None:  # at the trial run, before anything is captured
+                said.answer = torch.empty(question.shape, dtype=question.dtype, pin_memory=self._pin)
+            said.answer.copy_(question, non_blocking=True)
+
+        def start() -> None:
+            offload.start(number, said.x, said.ids, said.weights, self._pairs)
+
+        return Piece(number, capture(ask), capture(start), said)
+
+    def _enter(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, Rope]:
+        """Input, residual stream and rope of piece `number` (the last: as many as there are sparse layers)."""
+        rope = Rope(*self._ops.rope_inputs(self._model.cos_sin, self._step.positions))
+        if number == 0:
+            return self._model.embed(self._step.token_ids), None, rope
+        return self._ops.sum_pairs(self._pairs), self._pieces[number - 1].said.residual, rope
+
+    def _last(self, layers: list[tuple[DecoderLayer, KVCache]], sample: Callable[[torch.Tensor], None]) -> None:
+        x, residual, rope = self._enter(len(self._pieces))
+        for layer, cache in layers:
+            x, residual = layer(x, residual, rope, self._step, cache)
+        assert residual is not None
+        sample(self._model.last_norm(x, residual, self._step))
