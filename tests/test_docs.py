@@ -30,7 +30,7 @@ PACKAGE = ROOT / "nanovllm"
 READMES = ("README.md", "README.zh-CN.md")
 OPTIONS = ("docs/options.md", "docs/options.zh-CN.md")
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
-NAMING = ["docs/tour.md", "docs/glossary.md", "docs/attention.md", "docs/small-gpus.md"]
+NAMING = ["docs/tour.md", "docs/glossary.md", "docs/attention.md", "docs/moe.md", "docs/small-gpus.md"]
 NAMING += [str(path.relative_to(ROOT)) for path in DECISIONS]
 HIDDEN = ("venv", "build", "dist", "node_modules")
 
@@ -244,6 +244,37 @@ def test_the_kernel_tables_are_those_of_the_result_file() -> None:
         assert abs(result["us"] - float(us)) <= 0.051
         assert abs(result["tbs"] - float(speed)) <= 0.0051
         assert f"{result['share']:.1%}" == share.replace(" ", "")
+
+
+def test_the_tables_of_experts_are_those_of_the_result_files() -> None:
+    def results(name: str) -> Any:
+        return json.loads(read(f"benchmarks/results/2026-11-15-h200-{name}.json"))
+
+    found = []
+    cells = "{cached}|{variant}|{hit_rate:.1%}|{bound_us:,.0f}|{us_per_layer:,.0f}|{share:.1%}"
+    for row in results("offload-layers")["results"]:
+        found.append(cells.format(**row).split("|"))
+    cells = "{}, with{} prefetch|{hit_rate:.1%}|{bound_ms:.2f}|{ms_per_token:.2f}|{share:.1%}"
+    for row in results("offload-relay")["fast"]:
+        how = "kernel by kernel" if row.get("enforce_eager") else "captured pieces"
+        found.append(cells.format(how, "" if row.get("expert_prefetch", True) else "out", **row).split("|"))
+    cells = "{cached} of 8|{variant}|{hit_rate:.1%}|{tokens_per_second:.2f}|{bound_tokens_per_second:.2f}"
+    cells += "|{share_of_bound:.0%}"
+    for row in results("moe-offload")["results"]["offload"]:
+        found.append(cells.format(**row).split("|"))
+    kernels = results("moe-kernels")["results"]
+    models = [kernels[f"tables {name}"]["tables"] for name in ("Mixtral-8x7B", "Qwen3-30B-A3B")]
+    for pair in zip(*([row for row in model["decode"] if row["routing"] == "uniform"] for model in models)):
+        found.append([str(pair[0]["tokens"])])
+        for row in pair:
+            found[-1] += [f"{row['seconds'] * 1e6:.1f}", f"{row['bytes_per_second'] / 1e9:,.0f}"]
+            found[-1] += [f"{row['share_of_limit']:.0%}"]
+    for pair in zip(*(model["prefill"] for model in models)):
+        flops = [row[f"{kind}_flops"] for row in pair for kind in ("tiles", "grouped")]
+        found.append([str(pair[0]["tokens"]), *(f"{value / 1e12:.0f}" for value in flops)])
+    assert len(found) == 12 + 3 + 12 + 7 + 6
+    said = [[cell.replace(" %", "%") for cell in row] for row in table_rows(read("docs/moe.md"))]
+    assert not [row for row in found if row not in said]
 
 
 def test_the_memory_table_of_small_cards_is_right() -> None:

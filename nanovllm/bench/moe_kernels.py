@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.bench.kernels import Heads, Lab, measure_ceilings
 from nanovllm.bench.report import print_table
+from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
 from nanovllm.hardware.timing import time_on_device
+from nanovllm.model_config import ModelConfig
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -45,6 +48,29 @@ MIXTRAL = ExpertShape("Mixtral-8x7B", 4096, 14336, 8, 2)
 MIXTRAL_LARGE = ExpertShape("Mixtral-8x22B", 6144, 16384, 8, 2)
 QWEN3_30B = ExpertShape("Qwen3-30B-A3B", 2048, 768, 128, 8)
 SHAPES = (MIXTRAL, QWEN3_30B)
+NAMED_SHAPES = {shape.name.lower(): shape for shape in (MIXTRAL, MIXTRAL_LARGE, QWEN3_30B)}
+
+
+def parse_shapes(text: str) -> tuple[ExpertShape, ...]:
+    names = list(dict.fromkeys(word.strip().lower() for word in text.split(",")))
+    if unknown := [name for name in names if name not in NAMED_SHAPES]:
+        raise ConfigError(
+            f"--shapes {text!r}: {unknown[0]!r} is none of {', '.join(NAMED_SHAPES)}; for another model give --model "
+            f"instead"
+        )
+    return tuple(NAMED_SHAPES[name] for name in names)
+
+
+def shape_of(model: ModelConfig, name: str) -> ExpertShape:
+    """`name`: the model as the user called it; a folder is known by its last part."""
+    assert model.moe is not None
+    moe = model.moe
+    return ExpertShape(Path(name).name, model.hidden_size, moe.intermediate_size, moe.num_experts, moe.top_k)
+
+
+def need_gpu(device: Device) -> None:
+    if not device.is_gpu:
+        raise ConfigError("bench moe: the kernels need a GPU, and here is none; --parts offload runs on a CPU too")
 
 
 @dataclass(frozen=True)
@@ -271,6 +297,41 @@ def tune(shapes: tuple[ExpertShape, ...], device: Device, tokens: tuple[int, ...
             entries.append(entry_of(device.name, lab.plan_shape(), num_tokens, best[1]))
             device.release_cached()
     return entries
+
+
+def tune_table(shapes: tuple[ExpertShape, ...], device: Device, path: Path | None = None) -> list[dict[str, Any]]:
+    """Tunes, writes the table of tiles, and says what it now holds for these shapes: one row a number of tokens, with
+    the plan that stood there before (None: no entry, the rule decided)."""
+    from nanovllm.ops.triton import moe_tiles
+
+    path = path or moe_tiles.TABLE
+    before = {(key, tokens): plan for key, tokens, plan in moe_tiles.read_table(path)}
+    entries = tune(shapes, device)
+    moe_tiles.write_table(path, entries)
+    moe_tiles._entries.cache_clear()  # what is measured next in this process uses the new entries
+    names = {(shape.hidden, shape.size, shape.top_k): shape.name for shape in shapes}
+    tuned = {(e["device"], e["hidden"], e["size"], e["top_k"], e["element_size"], e["max_tokens"]) for e in entries}
+    return [
+        {"model": names[key[1:4]], "tokens": tokens, "plan": _spell(plan), "before": _spell(before.get((key, tokens)))}
+        for key, tokens, plan in moe_tiles.read_table(path) if (*key, tokens) in tuned
+    ]  # fmt: skip
+
+
+def _spell(plan: Any) -> str | None:
+    if plan is None:
+        return None
+    if plan.kind == "grouped":
+        return "grouped"
+    tiles = (f"{t.block_n}x{t.block_k} w{t.num_warps} s{t.num_stages}" for t in (plan.gate_up, plan.down))
+    return f"{plan.kind} m{plan.block_m}: {', '.join(tiles)}"
+
+
+def print_tuned(rows: list[dict[str, Any]]) -> None:
+    changed = [row for row in rows if row["plan"] != row["before"]]
+    print_table(
+        f"table of tiles: {len(changed)} of {len(rows)} entries changed", ["model", "tokens", "before", "now"],
+        [[row["model"], row["tokens"], row["before"] or "the rule", row["plan"]] for row in changed],
+    )  # fmt: skip
 
 
 def _part_seconds(lab: MoeLab, calls: list[Call], plan: Any, name: str) -> float:

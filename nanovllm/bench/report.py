@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from importlib.util import find_spec
@@ -114,18 +114,25 @@ def plot_bars(path: Path, title: str, unit: str, bars: dict[str, float]) -> None
 Series = dict[str, list[tuple[float, float]]]  # the line's name -> its points
 
 
-def plot_lines(path: Path, x_name: str, rows: dict[str, dict[str, Series]]) -> None:
-    """A grid of charts: `rows` by what is measured (the y axis), in each row the charts by title."""
+def plot_lines(
+    path: Path, x_name: str, rows: dict[str, dict[str, Series]], log_x: bool = True, dashed: Mapping[str, str] = {}
+) -> None:
+    """A grid of charts: `rows` by what is measured (the y axis), in each row the charts by title. `dashed`: lines drawn
+    so, each in the colour of the line it belongs to, which comes before it."""
     from matplotlib.figure import Figure
 
     width = max(map(len, rows.values()))
     figure = Figure(figsize=(1 + 4 * width, 3.5 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), width, squeeze=False)
-    for line, (unit, charts) in zip(grid, rows.items()):
-        for axes, (title, series) in zip(line, charts.items()):
+    for charts_of_row, (unit, charts) in zip(grid, rows.items()):
+        for axes, (title, series) in zip(charts_of_row, charts.items()):
+            colours: dict[str, Any] = {}
             for name, points in series.items():
-                axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
-            axes.set_xscale("log", base=2)
+                style = {"marker": "o"} if name not in dashed else {"linestyle": "--", "color": colours[dashed[name]]}
+                [line] = axes.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
+                colours[name] = line.get_color()
+            if log_x:
+                axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
             axes.set(title=title, xlabel=x_name, ylabel=unit)
             axes.legend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +40,37 @@ REQUESTS = OptionGroup(
         "input_len": "Prompt tokens: a number, or a range such as 32..256.",
         "output_len": "New tokens: a number or a range.",
         "temperature": "0 is greedy.",
+    },
+)
+
+
+@dataclass(frozen=True)
+class MoeOptions:
+    parts: str | None = None
+    shapes: str | None = None
+    tune: bool = False
+    cached: str = "2,4,6"
+    tokens: int = 32
+    input_len: int = 64
+    routing: str | None = None
+    num_layers: int | None = None
+    bandwidth_gbs: float | None = None
+
+
+MOE = OptionGroup(
+    title="What to measure",
+    of=MoeOptions,
+    build=lambda values: MoeOptions(**values),
+    help={
+        "parts": "kernels, offload, or both with a comma; default: kernels on a GPU, offload if --model is given.",
+        "shapes": "kernels: mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b; default: those of --model, or the usual ones.",
+        "tune": "Find the best tiles on this GPU and write them into the table; then only the --parts that are named.",
+        "cached": "offload: experts cached in each layer; with commas.",
+        "tokens": "offload: tokens decoded while the clock runs.",
+        "input_len": "offload: tokens of the prompt.",
+        "routing": "offload: model, or spread = made-up routers like trained ones (default with dummy weights).",
+        "num_layers": "offload, dummy weights: only so many layers of the model, if host memory is short.",
+        "bandwidth_gbs": "offload: gigabytes a second from host to GPU for the bound; default: measured.",
     },
 )
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch takes.")]
@@ -189,6 +221,48 @@ def kernels(
     lab.print_kernels(found)
     hardware = f"{device.name}, {device.architecture}"
     report.finish(report.make_report("kernels", hardware, heads=asdict(sizes), results=found), save)
+
+
+@bench.command()
+@with_options(asked=MOE, config=ENGINE)
+def moe(
+    threads: Threads = None, save: Save = False, plot: Plot = None, *, asked: MoeOptions, config: EngineConfig
+) -> None:
+    """Mixture of experts: the kernels against what the card can do; offloaded experts against what the link can do.
+
+    Offload decodes one sequence for each --cached and each way to use the cache (none, lru, lfu, lfu + prefetch), so
+    --expert-policy, --expert-prefetch, --expert-placement and --max-num-seqs are set here.
+    """
+    from nanovllm.bench import moe as lab
+    from nanovllm.bench import moe_kernels, report
+    from nanovllm.hardware.device import Device
+
+    report.check_plot(plot)
+    device, has_model = Device.choose(config.device), config.model != EngineConfig.model
+    parts = [] if asked.tune and asked.parts is None else lab.choose_parts(asked.parts, device.is_gpu, has_model)
+    shapes = moe_kernels.SHAPES if asked.shapes is None else moe_kernels.parse_shapes(asked.shapes)
+    if has_model and asked.shapes is None:
+        shapes = (moe_kernels.shape_of(lab.read_model(config), config.model),)
+    if asked.tune or "kernels" in parts:
+        moe_kernels.need_gpu(device)
+    _set_threads(threads)
+    facts: dict[str, Any] = {"hardware": f"{device.name}, {device.architecture}", "model": config.model}
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        offload = None
+        if "offload" in parts:  # before anything is measured: a wrong option is told at once
+            sizes = (asked.cached, asked.tokens, asked.input_len)
+            offload = stack.enter_context(lab.prepared(config, asked.num_layers, sizes, asked.routing))
+        if asked.tune:
+            found["tuned"] = moe_kernels.tune_table(shapes, device)
+            moe_kernels.print_tuned(found["tuned"])
+        if "kernels" in parts:
+            found["kernels"] = moe_kernels.measure(device, shapes)
+            moe_kernels.print_measured(found["kernels"])
+        if offload is not None:
+            more, found["offload"] = offload.run(asked.bandwidth_gbs, plot)
+            facts |= more
+    report.finish(report.make_report("moe", **facts, threads=_threads(), results=found), save)
 
 
 @bench.command()

@@ -29,6 +29,7 @@ from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.model_runner import InFlight
 from nanovllm.hardware.device import Device, is_out_of_memory
 from nanovllm.model_config import ModelConfig
+from nanovllm.moe.sizing import refuse_without_experts
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.plain import is_plain
 from nanovllm.sampling_params import SamplingParams
@@ -67,6 +68,7 @@ class LLMEngine:
         checkpoint = open_checkpoint(resolve_model(config.model))
         try:
             self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+            refuse_without_experts(self.model_config, config.expert_placement, config.expert_cache_gb)
             self.max_model_len = resolve_max_model_len(config, self.model_config)
             self.tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(checkpoint)
             device = Device.choose(config.device)

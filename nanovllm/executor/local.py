@@ -11,7 +11,10 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
+
+import torch
 
 from nanovllm.attention.select import Selection, select_backend
 from nanovllm.config import EngineConfig
@@ -33,7 +36,7 @@ from nanovllm.moe.sizing import CONTEXT_BYTES, GRAPH_BYTES
 from nanovllm.ops.opset import choose_ops
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
-from nanovllm.weights.loader import load_dummy, load_weights
+from nanovllm.weights.loader import check_weights, load_dummy, load_weights
 
 logger = logging.getLogger("nanovllm")
 
@@ -82,6 +85,11 @@ class LocalExecutor:
         build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), Parallel())
         if model_config.moe is not None:
             tiers = size_experts(config, model_config, self.device, self.dtype, limits)
+            if tiers.placement == "offload" and config.load_format != "dummy":
+                # Locking host memory takes long: a checkpoint that is not whole is refused before.
+                empty = Parts(replace(build, device=torch.device("meta")), self.selection.backend, max_model_len)
+                model = find_family(model_config)(model_config, empty)
+                check_weights(model, checkpoint, model.rules)
             self.offload = open_offload(config, model_config, self.device, build, tiers, checkpoint)
         experts = None if self.offload is None else self.offload.experts
         parts = Parts(build, self.selection.backend, max_model_len, experts)

@@ -72,19 +72,30 @@ class Relay:
         self._finish_step = capture(lambda: self._last(layers[begin:], sample))
 
     def run(self) -> None:
-        """One token for each sequence."""
+        """One token for each sequence. Where a layer missed nothing, the next is asked first, and what there is to note
+        and to guess is done while the GPU works on it."""
         offload, stream = self._offload, self._offload.stream
+        complete: Piece | None = None
         for piece in self._pieces:
             piece.ask()
             idle = offload.idle.ask(piece.layer)
             asked = idle or stream.mark_compute()
             piece.start()
+            self._note(complete)
             stream.wait(asked)
             offload.idle.answered(idle)
             said = piece.said
             assert said.answer is not None
-            offload.finish(piece.layer, said.x, said.ids, said.weights, self._pairs, said.answer.numpy())
+            answer = said.answer.numpy()
+            complete = piece if offload.has_all(piece.layer, said.ids.numel(), answer) else None
+            if complete is None:
+                offload.finish(piece.layer, said.x, said.ids, said.weights, self._pairs, answer)
         self._finish_step()
+        self._note(complete)
+
+    def _note(self, piece: Piece | None) -> None:
+        if piece is not None and piece.said.answer is not None:
+            self._offload.take_note(piece.layer, piece.said.x, piece.said.ids, piece.said.answer.numpy())
 
     def _make_piece(self, layers: list[tuple[DecoderLayer, KVCache]], capture: Capture) -> Piece:
         number, offload, said = len(self._pieces), self._offload, Said()

@@ -120,6 +120,7 @@ class ExpertCache:
         self._ring = list(slots)  # the one used longest ago first
         self._contents: list[_Content | None] = [None] * self.num_slots
         self._slot_of: dict[tuple[int, int], int] = {}
+        self._torn = False  # an interrupt came while _contents and _slot_of were changed: the former is true
         self._busy: set[int] = set()  # slots of the step in progress
         self._heat = [[0.0] * num_experts for _ in range(num_layers)]
         self._clock = 0
@@ -132,6 +133,9 @@ class ExpertCache:
     def select(self, layer: int, token_counts: Mapping[int, int], computable: Collection[int] = ()) -> Selection:
         """`token_counts`: the experts chosen and by how many tokens. A miss in `computable` that is not worth keeping
         is returned as `elsewhere`: the caller computes it without a slot."""
+        if self._torn:
+            self._slot_of = {(c.layer, c.expert): slot for slot, c in enumerate(self._contents) if c is not None}
+            self._torn = False
         self._note(layer, token_counts)
         owned, heat = set(self._owned[layer]), self._heat[layer]
         self._busy = {slot for expert in token_counts if (slot := self._slot_of.get((layer, expert))) is not None}
@@ -188,9 +192,11 @@ class ExpertCache:
         """Before copying into a slot: forgets what it held, unless that is this expert. The pieces it holds of it."""
         content = self._contents[slot]
         if content is None or (content.layer, content.expert) != (layer, expert):
+            self._torn = True
             self._drop(slot)
             content = self._contents[slot] = _Content(layer, expert)
             self._slot_of[layer, expert] = slot
+            self._torn = False
         return content.num_pieces
 
     def copied(self, slot: int, num_pieces: int, guess: bool = False) -> None:

@@ -24,22 +24,19 @@ go to), `Slot` (when that slot may be written and read).
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from nanovllm.hardware.copies import CopyStream, Mark, Slot, StallClock, open_copy_stream, reading
+from nanovllm.hardware.copies import CopyStream, Slot, StallClock, open_copy_stream, reading
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import Uploader
 from nanovllm.layers.build import Build
 from nanovllm.model_config import MoeConfig
 from nanovllm.moe.cache import ExpertCache, ExpertStats, Selection
+from nanovllm.moe.idle import IdleTime
 from nanovllm.moe.store import ExpertShape, ExpertStore
 from nanovllm.ops import moe as plain
 from nanovllm.weights.checkpoint import Checkpoint
@@ -72,44 +69,6 @@ class Chosen:
     rows: tuple[torch.Tensor, torch.Tensor] | None  # cpu_misses: x and weights on the host
 
 
-class IdleTime:
-    """How much the copy engine can move while nobody needs it: from the end of a layer's own copies to the next
-    layer's first. The medians of the last times it happened, for calls of about as many tokens, with and without
-    misses; the host's own time to react is part of it."""
-
-    def __init__(self, stream: CopyStream, bandwidth: float | None, piece_bytes: int) -> None:
-        self._stream, self._bandwidth, self._piece_bytes = stream, bandwidth, piece_bytes
-        self._gaps: dict[tuple[bool, int], deque[float]] = {}
-        self._reactions: deque[float] = deque(maxlen=9)
-        self._began: tuple[int, tuple[bool, int], Mark] | None = None
-        self._asked = 0.0
-
-    def ask(self, layer: int) -> Mark | None:
-        """Before a download: the engine's idle time ends about here. None if it is not worth measuring."""
-        follows = self._began is not None and self._began[0] + 1 == layer
-        return self._stream.mark_compute(timed=True) if follows and self._bandwidth else None
-
-    def answered(self, asked: Mark | None) -> None:
-        """After it."""
-        self._asked = time.perf_counter()
-        if asked is not None and self._began is not None:
-            _, kind, began = self._began
-            gap = self._stream.seconds(began, asked)  # None: copies are still under way, there was no gap
-            self._gaps.setdefault(kind, deque(maxlen=9)).append(max(gap or 0.0, 0.0))
-
-    def pieces(self, layer: int, has_misses: bool, num_tokens: int) -> int:
-        """After a layer's own copies were queued: pieces that may follow them."""
-        self._reactions.append(time.perf_counter() - self._asked)
-        if not self._bandwidth:
-            return 0
-        kind = (has_misses, num_tokens.bit_length())
-        self._began = (layer, kind, self._stream.mark_copies(timed=True))
-        if kind not in self._gaps:
-            return 0
-        seconds = statistics.median(self._gaps[kind]) + statistics.median(self._reactions)
-        return int(seconds * self._bandwidth / self._piece_bytes)
-
-
 class Offload:
     """One per engine. `experts` builds the layers' parts, `places` is for the loader, `watch_gates` comes after it."""
 
@@ -132,20 +91,25 @@ class Offload:
         pool = torch.empty(self.cache.num_slots, shape.numel, dtype=shape.dtype, device=device.torch_device)
         self._gate_up, self._down = shape.views(pool)
         self._slots = [Slot(memory, self.stream) for memory in pool]
-        self.store = ExpertStore(shape, device, self.stream, checkpoint, options.host_bytes)
         self._stalls = StallClock(self.stream)
-        self.idle = IdleTime(self.stream, self._measure_bandwidth(pool[-1]), self._piece * shape.dtype.itemsize)
         self._uploader = Uploader(device) if device.is_gpu else None
         self._numbers = torch.arange(-1, len(pool), dtype=torch.int32, device=device.torch_device).split(1)
         self._gates_after: list[torch.Tensor] = []  # routers of the layers after each, stacked: one product for all
         # Slot of every expert that `start` may compute, -1 = none: on the device, and what the host has queued of it.
         # Where an interrupt makes them differ, the device has *more*: the host then computes such a pair once more.
-        counts = (len(layers), moe.num_experts)
-        self._table = torch.full(counts, -1, dtype=torch.int32, device=device.torch_device)
-        self._announced = np.full(counts, -1, dtype=np.int32)
+        shape_of_table = (len(layers), moe.num_experts)
+        self._table = torch.full(shape_of_table, -1, dtype=torch.int32, device=device.torch_device)
+        self._announced = [[-1] * moe.num_experts for _ in layers]
         self._announces = False
         self._bytes_copied = self._tokens = self._computed_on_cpu = 0
+        self._prefetches = options.prefetch
         self._closed = False
+        self.store = ExpertStore(shape, device, self.stream, checkpoint, options.host_bytes)  # locks host memory: last
+        try:
+            self.idle = IdleTime(self.stream, self._measure_bandwidth(pool[-1]), self._piece * shape.dtype.itemsize)
+        except BaseException:
+            self.store.close()
+            raise
 
     def _measure_bandwidth(self, memory: torch.Tensor) -> float | None:
         block = self.store.any_block()
@@ -179,7 +143,7 @@ class Offload:
         answer = self.stream.download(question)
         self.idle.answered(asked)
         pairs = x.new_empty(*ids.shape, self.shape.hidden)
-        self._complete(layer, x, weights, pairs, self._read(layer, x, ids, answer), done=())
+        self._complete(layer, x, weights, pairs, self._read(layer, x, ids, answer), started=False)
         return self._ops.sum_pairs(pairs)
 
     # ---- in two halves -----------------------------------------------------------------------------------------
@@ -198,19 +162,29 @@ class Offload:
     ) -> None:  # fmt: skip
         """The other rows. `answer`: what `question` asked, on the host; `start` was queued since the last `finish`."""
         assert not self._closed
+        self._complete(layer, x, weights, pairs, self._read(layer, x, ids, answer), started=True)
+
+    def has_all(self, layer: int, num_pairs: int, answer: np.ndarray) -> bool:
+        """Whether `start` computed every row: then the next layer may begin at once, and `take_note` can wait."""
+        announced = self._announced[layer]
+        return all(announced[expert] >= 0 for expert in answer[:num_pairs].tolist())
+
+    def take_note(self, layer: int, x: torch.Tensor, ids: torch.Tensor, answer: np.ndarray) -> None:
+        """In place of `finish` where nothing was missing: count the choice, and use the link for a guess."""
         chosen = self._read(layer, x, ids, answer)
-        done = np.flatnonzero(self._announced[layer] >= 0).tolist()
-        self._complete(layer, x, weights, pairs, chosen, done)
+        selection = self.cache.select(layer, _count_tokens(chosen.ids))
+        assert not selection.waves
+        self.cache.adopt(layer)
+        self._guess(layer, chosen, self.idle.pieces_late())
+        self._tokens += len(x) if layer == 0 else 0
 
     def _complete(
-        self, layer: int, x: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor, chosen: Chosen,
-        done: Collection[int],
-    ) -> None:  # fmt: skip
-        """Bring what is missing and compute the rows of all chosen experts but those already `done`."""
-        counts = np.bincount(chosen.ids.ravel(), minlength=self.shape.num_experts)
-        token_counts = {int(expert): int(counts[expert]) for expert in counts.nonzero()[0]}
+        self, layer: int, x: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor, chosen: Chosen, started: bool
+    ) -> None:
+        """Bring what is missing and compute the rows of all chosen experts but those that `start` has computed."""
+        token_counts, announced = _count_tokens(chosen.ids), self._announced[layer]
         selection = self.cache.select(layer, token_counts, self._computable(layer, token_counts, chosen))
-        here = [(expert, slot) for expert, slot in selection.hits.items() if expert not in done]
+        here = [(e, slot) for e, slot in selection.hits.items() if not (started and announced[e] >= 0)]
         passes = ([here] if here else []) + selection.waves
         small = chosen.ids.size * len(passes) <= SMALL_TABLE
         tables = None if small else self._tables(chosen.ids, passes)
@@ -237,17 +211,17 @@ class Offload:
         """The computing queue has waited for these: `start` may use them from now on. Four bytes each, copied on the
         device from numbers that are there: an upload would queue behind the experts (see copies.py)."""
         for expert, slot in members if self._announces else ():
-            if self._announced[layer, expert] != slot:
+            if self._announced[layer][expert] != slot:
                 self._table[layer, expert : expert + 1].copy_(self._numbers[slot + 1])
-                self._announced[layer, expert] = slot
+                self._announced[layer][expert] = slot
 
     def _retract(self, slot: int, layer: int, expert: int) -> None:
         """Before a slot is filled with this expert: `start` must not look for its old one there any more. What was
         started until now may still read it, so the copy waits for that."""
         content = self.cache.content(slot)
-        if content is None or content == (layer, expert) or self._announced[content] != slot:
+        if content is None or content == (layer, expert) or self._announced[content[0]][content[1]] != slot:
             return
-        self._announced[content] = -1
+        self._announced[content[0]][content[1]] = -1
         self._table[content[0], content[1] : content[1] + 1].copy_(self._numbers[0])
         self._slots[slot].used_until_now()
 
@@ -271,18 +245,17 @@ class Offload:
         return self._options.cpu_misses and num_tokens <= SMALL_TABLE
 
     def _read(self, layer: int, x: torch.Tensor, ids: torch.Tensor, answer: np.ndarray) -> Chosen:
-        num_guessed, size = self._num_guessed(layer, len(x)), ids.numel()
-        sizes = [size] + [size * num_guessed] * bool(num_guessed)
-        parts = np.split(answer, np.cumsum(sizes))
+        num_tokens, size = len(x), ids.numel()
+        num_guessed = self._num_guessed(layer, num_tokens)
         guesses = []
         if num_guessed:
-            by_layer = parts[1].reshape(len(x), num_guessed, -1).swapaxes(0, 1).reshape(num_guessed, -1)
-            guesses = [_most_wanted(row.tolist()) for row in by_layer]
+            flat = answer[size : size * (1 + num_guessed)].reshape(num_tokens, num_guessed, -1)
+            guesses = [_most_wanted(flat[:, later].ravel().tolist()) for later in range(num_guessed)]
         rows = None
-        if self._wants_rows(len(x)):
-            host_weights, host_x = (torch.from_numpy(part) for part in (parts[-1][:size], parts[-1][size:]))
-            rows = host_x.view(x.dtype).view(x.shape), host_weights.view(torch.float32).view(ids.shape)
-        return Chosen(parts[0].reshape(ids.shape), guesses, rows)
+        if self._wants_rows(num_tokens):
+            rest = torch.from_numpy(answer[size * (1 + num_guessed) :])
+            rows = rest[size:].view(x.dtype).view(x.shape), rest[:size].view(torch.float32).view(ids.shape)
+        return Chosen(answer[:size].reshape(ids.shape), guesses, rows)
 
     def _computable(self, layer: int, token_counts: dict[int, int], chosen: Chosen) -> set[int]:
         if chosen.rows is None:
@@ -320,7 +293,11 @@ class Offload:
     def _look_ahead(self, layer: int, chosen: Chosen, selection: Selection) -> None:
         """All copies of this call are queued: decide what stays, and use the time until the next layer asks."""
         self.cache.adopt(layer)
-        num_pieces = self.idle.pieces(layer, bool(selection.waves), len(chosen.ids))
+        self._guess(layer, chosen, self.idle.pieces(layer, bool(selection.waves), len(chosen.ids)))
+
+    def _guess(self, layer: int, chosen: Chosen, num_pieces: int) -> None:
+        if not self._prefetches or num_pieces <= 0:
+            return
         for later, guesses in enumerate(chosen.guesses, layer + 1):
             wanted = [expert for expert in guesses if self.store.in_memory(later, expert)]
             for expert, slot, upto in self.cache.guess(later, wanted, num_pieces, far=later > layer + 1):
@@ -371,7 +348,7 @@ class Offload:
     def describe(self) -> dict[str, object]:
         options, store = self._options, self.store
         return {
-            "placement": "offload", "policy": options.policy, "prefetch": options.prefetch,
+            "placement": "offload", "policy": options.policy, "prefetch": self._prefetches,
             "cpu_misses": options.cpu_misses, "cached_slots": options.num_cached,
             "streaming_slots": options.num_streaming, "expert_bytes": self.shape.num_bytes,
             "in_host_memory": store.num_in_memory, "on_disk": store.num_on_disk,
@@ -383,6 +360,23 @@ class Offload:
         self._stalls = StallClock(self.stream)
         self._bytes_copied = self._tokens = self._computed_on_cpu = 0
 
+    def restart(self, num_cached: int, policy: str, prefetch: bool) -> None:
+        """Between two requests: an empty cache with these settings. Host memory, slots and captured graphs stay, so a
+        benchmark can compare settings without locking all experts anew. At most as many slots as there are; and who
+        wants guesses must have opened it with them, because captured questions are as long as they are."""
+        options, cache = self._options, self.cache
+        assert num_cached + options.num_streaming <= len(self._slots)
+        assert options.prefetch or not prefetch
+        self._device.synchronize()
+        self._options, self._prefetches = replace(options, num_cached=num_cached, policy=policy), prefetch
+        self.cache = ExpertCache(
+            len(self.shape.layers), self.shape.num_experts, self._top_k, num_cached, options.num_streaming, policy,
+            num_pieces=cache.num_pieces,
+        )  # fmt: skip
+        self._announced = [[-1] * self.shape.num_experts for _ in self.shape.layers]
+        self._table.fill_(-1)
+        self.forget()
+
     def close(self) -> None:
         """Waits for copies in flight, then gives the host memory back. The device's goes with the last reference."""
         if not self._closed:
@@ -390,6 +384,17 @@ class Offload:
             self.stream.synchronize()
             self.store.close()
             del self._gate_up, self._down, self._slots
+
+
+def _count_tokens(ids: np.ndarray) -> dict[int, int]:
+    """Expert -> pairs that name it."""
+    if ids.size > SMALL_TABLE:
+        experts, counts = np.unique(ids, return_counts=True)
+        return dict(zip(experts.tolist(), counts.tolist()))
+    found: dict[int, int] = {}
+    for expert in ids.ravel().tolist():
+        found[expert] = found.get(expert, 0) + 1
+    return found
 
 
 def _most_wanted(experts: list[int]) -> list[int]:

@@ -67,6 +67,11 @@ def load_weights(
             place.copy_(checkpoint.read(name))
 
 
+def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> None:
+    """The proof alone: names and shapes. The model may be built without memory (on torch's meta device)."""
+    _prove_complete(model, checkpoint, rules, _all_places(model, None))
+
+
 def _all_places(model: nn.Module, places: Places | None) -> dict[str, Mapping[str, Place]]:
     """The model's own parameters, cut into the parts their layers say (`Linear.parts`), and the given places."""
     found: dict[str, Mapping[str, Place]] = {}

@@ -92,6 +92,9 @@ class FixedIdle:
     def pieces(self, layer: int, has_misses: bool, num_tokens: int) -> int:
         return self.num_pieces
 
+    def pieces_late(self) -> int:
+        return self.num_pieces
+
 
 @dataclass
 class Rig:

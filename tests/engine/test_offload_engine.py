@@ -1,0 +1,415 @@
+"""An engine whose experts are offloaded says what the engine with resident experts says, to the last bit of every
+logprob: for every number of slots, policy, tier, and whatever the scheduler does to a batch. And what it tells about
+itself: metrics, the log, the plan."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.cli.plan import PlanOptions, make_plan
+from nanovllm.config import EngineConfig
+from nanovllm.executor import expert_memory
+from nanovllm.hardware.device import Device
+from nanovllm.model_config import ModelConfig
+from nanovllm.moe.offload import OffloadOptions
+from nanovllm.moe.sizing import GIB, ModelFacts
+from nanovllm.moe.store import logger as store_logger
+from nanovllm.weights.checkpoint import open_checkpoint
+from tests.moe.offload_rig import FixedIdle
+from tests.tiny_models import TinyModel, random_prompts
+
+Find = Callable[[str], "Facts"]
+Tiny = Callable[[str], TinyModel]
+Resident = Callable[..., list["Said"]]
+ROOT = Path(__file__).resolve().parents[2]
+TRAINED = ROOT / "tests/fixtures/tiny-mixtral"
+MIXTRAL_8X7B = ROOT / "benchmarks/models/mixtral-8x7b"  # config.json alone
+DENSE_LAYER = "qwen3-moe-dense-layers"  # 3 layers, the second one dense; 6 experts, 2 of them chosen
+MODELS = ("trained mixtral", DENSE_LAYER)
+
+
+@dataclass(frozen=True)
+class Facts:
+    path: Path
+    expert_bytes: int  # in fp32, which a CPU computes in
+    num_experts: int  # in all layers
+    top_k: int = 2
+
+    def gb(self, num_experts: int) -> float:
+        return num_experts * self.expert_bytes / GIB
+
+    @property
+    def most_slots(self) -> int:
+        return self.num_experts + 2 * self.top_k
+
+
+@pytest.fixture(scope="module")
+def facts(tiny: Tiny) -> Find:
+    def get(name: str) -> Facts:
+        path = TRAINED if name == "trained mixtral" else tiny(name).path
+        checkpoint = open_checkpoint(path)
+        model = ModelFacts(ModelConfig.from_hf(checkpoint.config, {}), 4)
+        checkpoint.close()
+        return Facts(path, model.expert_bytes, model.num_experts)
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_logger, "level", logging.ERROR)  # the disk tier warns each time
+
+
+def make(path: Path, **options: Any) -> LLM:
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 8,
+                "max_num_batched_tokens": 128, "num_kvcache_blocks": 64, "kvcache_block_size": 16}  # fmt: skip
+    return LLM(str(path), **{**defaults, **options})
+
+
+PROMPTS = random_prompts((1, 15, 33, 64, 17))
+# Greedy, seeded and a short one, all in one batch.
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=1),
+    SamplingParams(temperature=1.3, top_p=0.8, seed=1, n=2, max_tokens=6, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=3),
+]
+
+
+class Said(NamedTuple):
+    completions: list[tuple[list[int], Any]]
+    prompt_logprobs: Any
+    num_preemptions: int
+    num_cached_tokens: int
+    error: str | None
+
+
+def said(llm: LLM) -> list[Said]:
+    """Everything that is computed: tokens and every digit of the logprobs. Twice, since the prefix cache changes what
+    is computed together, and so the last digits: first rounds compare with first ones."""
+    return [
+        Said([(c.token_ids, c.logprobs) for c in o.outputs], o.prompt_logprobs, o.metrics.num_preemptions,
+             o.num_cached_tokens, o.error)
+        for _ in range(2)
+        for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    ]  # fmt: skip
+
+
+def first_tokens(requests: list[Said]) -> list[list[int]]:
+    return [request.completions[0][0] for request in requests[: len(PROMPTS)]]
+
+
+def slots_of(llm: LLM) -> tuple[int, int]:
+    experts = llm.engine.describe()["runs_on"]["experts"]
+    return experts["cached_slots"], experts["streaming_slots"]
+
+
+@pytest.fixture(scope="module")
+def resident(facts: Find) -> Resident:
+    known: dict[str, list[Said]] = {}
+
+    def get(name: str, **options: Any) -> list[Said]:
+        key = f"{name} {sorted(options.items())}"
+        if key not in known:
+            with make(facts(name).path, **options) as llm:
+                assert "experts" not in llm.engine.describe()["runs_on"]
+                known[key] = said(llm)
+        return known[key]
+
+    return get
+
+
+# ---- the same answers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_number_of_slots(name: str, facts: Find, resident: Resident) -> None:
+    """From top_k, where everything streams, to all experts and the ring; one more changes nothing."""
+    model, wanted = facts(name), resident(name)
+    numbers = sorted({2, 3, 4, 5, 7, model.num_experts - 1, model.num_experts, model.most_slots, model.most_slots + 1})
+    rates = []
+    for number in numbers:
+        with make(model.path, expert_cache_gb=model.gb(number)) as llm:
+            assert sum(slots_of(llm)) == min(number, model.most_slots)
+            assert said(llm) == wanted, number
+            stats = llm.engine.executor.expert_stats()
+            assert stats is not None
+            rates.append(stats.hit_rate)
+    assert rates[0] < rates[-1]
+    assert rates[-1] > 0.5
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru", "none"])
+@pytest.mark.parametrize("host", ["memory", "disk", "mixed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_policies_and_tiers(
+    name: str, policy: str, host: str, facts: Find, resident: Resident
+) -> None:
+    model = facts(name)
+    in_host = {"memory": model.num_experts, "disk": 0, "mixed": model.num_experts // 2 + 1}[host]
+    for prefetch in (True, False) if host == "memory" else (True,):
+        options = {"expert_policy": policy, "expert_prefetch": prefetch, "expert_host_gb": model.gb(in_host)}
+        with make(model.path, expert_cache_gb=model.gb(9), **options) as llm:
+            experts = llm.engine.describe()["runs_on"]["experts"]
+            assert (experts["in_host_memory"], experts["on_disk"]) == (in_host, model.num_experts - in_host)
+            assert (experts["policy"], experts["prefetch"]) == (policy, prefetch)
+            assert said(llm) == resident(name)
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 7])
+@pytest.mark.parametrize("host", ["memory", "mixed"])
+def test_guesses_change_no_bit(
+    num_pieces: int, host: str, facts: Find, resident: Resident,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A CPU has no idle copy engine and never guesses by itself. Here it does, in thirds of an expert."""
+    model = facts("trained mixtral")
+    in_thirds = partial(OffloadOptions, piece_bytes=model.expert_bytes // 3)
+    monkeypatch.setattr(expert_memory, "OffloadOptions", in_thirds)
+    in_host = model.gb(model.num_experts if host == "memory" else 20)
+    with make(model.path, expert_cache_gb=model.gb(10), expert_host_gb=in_host) as llm:
+        llm.engine.executor.offload.idle = FixedIdle(num_pieces)
+        assert said(llm) == resident("trained mixtral")
+        stats = llm.engine.executor.expert_stats()
+        assert stats.prefetched_bytes_useful > 0 < stats.prefetched_bytes_wasted
+        assert 0 < stats.prefetch_precision < 1
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "chunked prefill": {"max_num_seqs": 3, "max_num_batched_tokens": 7},
+    "preemption": {"num_kvcache_blocks": 9, "enable_prefix_caching": False},
+    "preemption and prefix cache": {"num_kvcache_blocks": 6},
+    "one after another": {"max_num_seqs": 1, "max_num_batched_tokens": 64},
+    "several tokens between looks": {"decode_steps": 4},
+    "16 bits": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("name", MODELS)
+def test_whatever_happens_to_the_batch(
+    name: str, scenario: str, facts: Find, resident: Resident
+) -> None:
+    model, options = facts(name), SCENARIOS[scenario]
+    share = 2 if scenario == "16 bits" else 1
+    with make(model.path, expert_cache_gb=model.gb(6) / share, expert_host_gb=model.gb(7) / share, **options) as llm:
+        assert sum(slots_of(llm)) == 6
+        found = said(llm)
+        assert found == resident(name, **options)
+        assert ("preemption" in scenario) == any(request.num_preemptions for request in found)
+        assert options.get("enable_prefix_caching", True) == any(request.num_cached_tokens for request in found)
+        assert llm.engine.scheduler.blocks.num_used == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_misses_on_the_cpu_are_close(
+    name: str, facts: Find, resident: Resident
+) -> None:
+    """Other rows share the product, so the last digits may differ; on these models the tokens do not."""
+    model = facts(name)
+    with make(model.path, expert_cache_gb=model.gb(6), expert_cpu_misses=True) as llm:
+        got, wanted = said(llm), resident(name)
+        assert llm.engine.executor.expert_stats().computed_on_cpu > 0
+    for ours, theirs in zip(got, wanted):
+        for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(ours.completions, theirs.completions):
+            assert tokens == wanted_tokens
+            for a, b in zip(logprobs, wanted_logprobs):
+                assert [e.logprob for e in a.values()] == pytest.approx([e.logprob for e in b.values()], abs=1e-4)
+
+
+def test_experts_on_disk_that_are_misread_would_show(facts: Find, resident: Resident) -> None:
+    """The proof that the tests above can fail."""
+    model = facts("trained mixtral")
+    with make(model.path, expert_cache_gb=model.gb(6), expert_host_gb=0) as llm:
+        files = llm.engine.executor.offload.store._files
+        files[1, 3].parts["down"], files[1, 4].parts["down"] = files[1, 4].parts["down"], files[1, 3].parts["down"]
+        assert said(llm) != resident("trained mixtral")
+
+
+# ---- several engines -------------------------------------------------------------------------------------------------
+
+
+def test_engines_side_by_side(facts: Find, resident: Resident) -> None:
+    """Steps of four engines in turn: placements, tiers and models do not mix."""
+    mixtral, qwen = (facts(name) for name in MODELS)
+    engines = [
+        make(mixtral.path),
+        make(mixtral.path, expert_cache_gb=mixtral.gb(3), expert_host_gb=0),
+        make(mixtral.path, expert_placement="offload", expert_policy="lru"),
+        make(qwen.path, expert_cache_gb=qwen.gb(5)),
+    ]
+    tokens: list[dict[str, list[int]]] = [{} for _ in engines]
+    for llm in engines:
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS)):
+            llm.engine.add_request(str(i), prompt, params)
+    while any(llm.engine.has_unfinished_requests() for llm in engines):
+        for llm, found in zip(engines, tokens):
+            found |= {o.request_id: o["token_ids"] for o in llm.engine.step()}
+    for llm, found, name in zip(engines, tokens, (MODELS[0],) * 3 + (MODELS[1],)):
+        assert [found[str(i)] for i in range(len(PROMPTS))] == first_tokens(resident(name))
+        llm.close()
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_opening_and_closing_leaks_nothing(facts: Find) -> None:
+    """7 MB of weights, 14 MB in fp32: one that is kept in each of 20 rounds would show."""
+    model = facts("trained mixtral")
+    tiers = [{"expert_host_gb": 0}, {"expert_host_gb": model.gb(9)}, {}]
+
+    def cycle(number: int) -> None:
+        with make(model.path, expert_cache_gb=model.gb(8), **tiers[number % 3]) as llm:
+            llm.generate(PROMPTS[1], PARAMS[4], use_tqdm=False)
+
+    for number in range(6):
+        cycle(number)
+    files, before = sorted(os.listdir("/proc/self/fd")), resident_bytes()
+    for number in range(20):
+        cycle(number)
+    gc.collect()
+    assert sorted(os.listdir("/proc/self/fd")) == files
+    assert resident_bytes() - before < 30 << 20
+
+
+# ---- what it tells ---------------------------------------------------------------------------------------------------
+
+
+def check_metrics(output: RequestOutput, model: Facts) -> dict[str, Any]:
+    found = output.metrics.experts
+    assert found is not None
+    assert 0 <= found["hit_rate"] <= 1
+    assert found["hit_rate"] == found["hits"] / (found["hits"] + found["misses"])
+    assert found["bytes_per_token"] == found["bytes_copied"] / found["tokens"]
+    assert found["stall_seconds"] >= 0
+    assert 0 <= found["prefetch_precision"] <= 1
+    # Each miss was copied whole, less what a guess brought before; guesses that were wrong come on top.
+    useful, wasted = found["prefetched_bytes_useful"], found["prefetched_bytes_wasted"]
+    assert found["bytes_copied"] <= found["misses"] * model.expert_bytes + wasted + useful
+    return found
+
+
+def test_metrics_of_a_request(facts: Find) -> None:
+    model = facts("trained mixtral")
+    with make(model.path) as llm:
+        assert llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0].metrics.experts is None
+    with make(model.path, expert_cache_gb=model.gb(2), expert_policy="none") as llm:
+        found = check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
+        assert found["tokens"] == 33 + 5  # the last token is not fed
+        assert found["bytes_copied"] == found["misses"] * model.expert_bytes
+        assert found["misses"] + found["hits"] >= 5 * 4 * 2  # each of 5 decodes: 2 experts in each of 4 layers
+        again = check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
+        assert again["tokens"] == 38 - 32  # this request's own, less two blocks of the prefix cache
+    with make(model.path, expert_cache_gb=model.gb(model.most_slots)) as llm:
+        check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        warm = check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
+        assert (warm["hit_rate"], warm["bytes_copied"]) == (1.0, 0)
+
+
+def test_metrics_with_guesses(facts: Find) -> None:
+    model = facts("trained mixtral")
+    with make(model.path, expert_cache_gb=model.gb(8)) as llm:
+        llm.engine.executor.offload.idle = FixedIdle(2)
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        longest = max((check_metrics(o, model) for o in outputs), key=lambda m: m["tokens"])
+        total = llm.engine.executor.expert_stats()
+        assert longest["prefetched_bytes_useful"] > 0
+        assert longest["bytes_copied"] <= total.bytes_copied
+        undecided = total.bytes_copied - total.misses * model.expert_bytes - total.prefetched_bytes_wasted
+        ring = slots_of(llm)[1]
+        assert 0 <= undecided <= ring * model.expert_bytes  # guesses that lie in the ring still
+
+
+def test_an_aborted_request_has_none_and_spoils_none(facts: Find) -> None:
+    model = facts("trained mixtral")
+    with make(model.path, expert_cache_gb=model.gb(8)) as llm:
+        llm.engine.add_request("gone", PROMPTS[2], PARAMS[0])
+        llm.engine.step()
+        assert llm.engine.abort_request("gone").metrics.experts is None  # it never came to its end
+        check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
+
+
+def test_the_log_says_it_too(facts: Find, caplog: pytest.LogCaptureFixture) -> None:
+    model = facts("trained mixtral")
+    with caplog.at_level(logging.INFO, logger="nanovllm"), make(model.path, expert_cache_gb=model.gb(8)) as llm:
+        assert "experts: 8 slots of 0.4 MiB" in caplog.text
+        assert "4 of them stream" in caplog.text
+        output = llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0]
+    lines = [record for record in caplog.records if "found on the device" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].levelno == logging.INFO
+    assert f"experts: {100 * output.metrics.experts['hit_rate']:.0f} % found" in lines[0].getMessage()
+    with caplog.at_level(logging.INFO, logger="nanovllm"), make(model.path) as llm:
+        caplog.clear()
+        llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)
+        assert "experts" not in caplog.text
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+class Card(Device):
+    """A GPU as far as sizing can see: this machine has none, and the decision needs only figures."""
+
+    is_gpu, name = True, "a card"  # type: ignore[assignment]
+
+    def memory(self) -> tuple[int, int]:
+        return 80 * GIB, 80 * GIB
+
+
+@pytest.mark.parametrize("gigabytes", [5, 8, 11, 24, 48])
+@pytest.mark.parametrize("host_gigabytes", [16, 64, 128])
+def test_the_engine_decides_as_the_plan_says(
+    gigabytes: int, host_gigabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = PlanOptions(model=str(MIXTRAL_8X7B), gpu_memory_gb=gigabytes, host_memory_gb=host_gigabytes)
+    plan = make_plan(options)
+    assert plan.tiers is not None
+    assert plan.tiers.placement == "offload"
+    monkeypatch.setattr(expert_memory, "available_host_bytes", lambda: plan.memory.host_bytes)
+    config = EngineConfig.from_options(**plan.settings)
+    limits = (plan.wants.max_model_len, plan.wants.max_num_batched_tokens, 64)
+    card = Card(torch.device("cpu"))
+    tiers = expert_memory.size_experts(config, plan.model.config, card, torch.bfloat16, limits)
+    # The engine's rotary table ends at max_model_len and not where the model was trained to: its step is smaller by
+    # that, which is at most one slot.
+    exact = replace(plan.model, trained_len=plan.wants.max_model_len)
+    shrinks = plan.model.step_bytes(*limits[1:]) - exact.step_bytes(*limits[1:])
+    assert 0 <= shrinks < plan.tiers.expert_bytes
+    assert plan.tiers.num_slots <= tiers.num_slots <= plan.tiers.num_slots + 1
+    free = {"quotas", "kv_bytes", "kv_tokens", "longest_context", "step_bytes"}
+    for fact in fields(tiers):
+        if fact.name not in free:
+            assert getattr(tiers, fact.name) == getattr(plan.tiers, fact.name), fact.name
+    assert sum(tiers.quotas) - sum(plan.tiers.quotas) == tiers.num_slots - plan.tiers.num_slots
+
+
+@pytest.mark.parametrize("num_slots", [2, 4, 9, 36, 40])
+def test_the_engine_has_the_slots_that_were_planned(num_slots: int, facts: Find) -> None:
+    """A CPU has no context and no graphs, so what it has left is not a card's; a given number of slots is the same."""
+    model = facts("trained mixtral")
+    cache, host = model.gb(num_slots), model.gb(10)
+    options = PlanOptions(model=str(model.path), gpu_memory_gb=2, host_memory_gb=8, dtype="float32",
+                          expert_placement="offload", expert_cache_gb=cache, expert_host_gb=host)  # fmt: skip
+    plan = make_plan(options)
+    assert plan.tiers is not None
+    with LLM(**plan.settings, device="cpu", num_kvcache_blocks=16) as llm:
+        experts = llm.engine.describe()["runs_on"]["experts"]
+        assert slots_of(llm) == (plan.tiers.num_cached, plan.tiers.num_streaming)
+        assert (experts["in_host_memory"], experts["on_disk"]) == (plan.tiers.host_experts, plan.tiers.disk_experts)
+        assert llm.generate("The public debt", PARAMS[0], use_tqdm=False)[0].error is None
