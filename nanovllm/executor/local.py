@@ -69,7 +69,8 @@ class LocalExecutor:
         self.dtype = self.device.resolve_dtype(config.dtype, model_config.dtype)
         specs = attention_specs(model_config, self.dtype, Parallel())
         self.selection: Selection = select_backend(config.attn_backend, specs, self.device, block_size)
-        logger.info("attention backend %s on %s", self.selection.backend.name, self.device.name)
+        others = {name: said for name, said in self.selection.reasons.items() if said.startswith("refused")}
+        logger.info("attention backend %s on %s; %s", self.selection.backend.name, self.device.name, others)
         self.offload: Offload | None = None
         try:
             self._start(config, model_config, checkpoint, (max_model_len, max_num_batched_tokens, block_size))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from nanovllm import LLM
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.flash_backend import Kernels, find_kernels
 from nanovllm.attention.optional import load, major_version
@@ -218,3 +220,13 @@ def test_info_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU:                 none; " in said
     assert "triton      refused: needs a GPU" in said
     assert "chosen" in said
+
+
+def test_the_log_says_why_others_were_refused(
+    make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="nanovllm"):
+        make_llm(attn_backend="sdpa")
+    line = next(record.getMessage() for record in caplog.records if "attention backend" in record.getMessage())
+    assert line.startswith("attention backend sdpa on ")
+    assert "'triton': 'refused: needs a GPU'" in line
