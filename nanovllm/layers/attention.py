@@ -48,15 +48,16 @@ class HeadNorm(Layer):
 
 class Attention(Layer):
     def __init__(
-        self, hidden: int, spec: AttentionSpec, backend: AttentionBackend, build: Build,
+        self, hidden: int, spec: AttentionSpec, num_kv_heads: int, backend: AttentionBackend, build: Build,
         qkv_bias: bool = False, out_bias: bool = False, head_norm_eps: float | None = None,
     ) -> None:  # fmt: skip
+        """`spec` is this rank's, `num_kv_heads` the model's: ranks may share one."""
         super().__init__()
         self.spec = spec
         self.backend = backend
         self.ops = build.ops
-        heads, kv_heads = spec.num_heads * build.parallel.size, spec.num_kv_heads * build.parallel.size
-        self.qkv = QKVParallelLinear(hidden, heads, kv_heads, spec.head_dim, qkv_bias, build)
+        heads = spec.num_heads * build.parallel.size
+        self.qkv = QKVParallelLinear(hidden, heads, num_kv_heads, spec.head_dim, qkv_bias, build)
         self.out = RowParallelLinear(heads * spec.head_dim, hidden, out_bias, build)
         self.head_norm_eps = head_norm_eps
         if head_norm_eps is not None:

@@ -1,4 +1,4 @@
-"""Token embedding and output head: two views of one table when the model ties them."""
+"""Token embedding and output head: two views of one table when the model ties them. Ranks have a piece of it each."""
 
 from __future__ import annotations
 
@@ -9,19 +9,35 @@ from nanovllm.layers.build import Build, Layer
 
 
 class VocabEmbedding(Layer):
+    """Rows of the vocabulary are split over the ranks, padded to equal pieces; a rank answers for its own tokens with
+    their rows and for the others with zeros, and the sum is everybody's."""
+
     def __init__(self, vocab_size: int, size: int, build: Build) -> None:
         super().__init__()
-        self.weight = build.parameter(vocab_size, size)
+        self.parallel = build.parallel
+        shard = build.parallel.shard_vocab(vocab_size)
+        self.first, self.num_padded = shard.start, -(-vocab_size // build.parallel.size)
+        self.weight = build.parameter(self.num_padded, size)
+        self.shards = {"": shard}
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.weight)
+        if self.parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.first
+        inside = (local >= 0) & (local < self.num_padded)
+        rows = F.embedding(torch.where(inside, local, 0), self.weight) * inside[:, None]
+        return self.parallel.all_reduce(rows)
 
 
 class LMHead(Layer):
     def __init__(self, vocab_size: int, size: int, build: Build, tied: VocabEmbedding | None) -> None:
         super().__init__()
-        self.weight = tied.weight if tied else build.parameter(vocab_size, size)
+        self.parallel, self.vocab_size = build.parallel, vocab_size
+        self.weight = tied.weight if tied else build.parameter(-(-vocab_size // build.parallel.size), size)
+        self.shards = {"": build.parallel.shard_vocab(vocab_size)}
         self.ops = build.ops
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x, self.weight)
+        """[rows, vocab], the same on every rank: all sample alike, nobody has to be told."""
+        logits = self.parallel.all_gather(self.ops.linear(x, self.weight))
+        return logits if self.parallel.size == 1 else logits[:, : self.vocab_size]

@@ -2,22 +2,27 @@
 
 A column-parallel layer splits its output over the ranks, a row-parallel layer its input; one all-reduce follows the
 latter, none is needed between the two. Several matrices that read the same input are stacked into one (one GEMM
-instead of three): `parts` names the stacked pieces and their rows, which is all that the weight loader needs to know.
+instead of three): `parts` names the stacked pieces and their rows, `shards` says which piece of the checkpoint's tensor
+each is, and that is all that the weight loader needs to know.
 """
 
 from __future__ import annotations
 
 import torch
 
+from nanovllm.hardware.parallel import Shard
 from nanovllm.layers.build import Build, Layer
 
 
 class Linear(Layer):
     """y = x @ weight.T + bias, with weight [rows, columns] filled by one or more named parts of the checkpoint."""
 
-    def __init__(self, in_size: int, parts: dict[str, int], bias: bool, build: Build) -> None:
+    def __init__(
+        self, in_size: int, parts: dict[str, int], bias: bool, build: Build, shards: dict[str, Shard] | None = None
+    ) -> None:
         super().__init__()
         self.parts = parts  # name -> number of rows, in order
+        self.shards = shards or {}  # name -> which part of the checkpoint's tensor; absent = all of it
         self.ops = build.ops
         self.weight = build.parameter(sum(parts.values()), in_size)
         self.bias = build.parameter(sum(parts.values())) if bias else None
@@ -28,32 +33,40 @@ class Linear(Layer):
 
 class ColumnParallelLinear(Linear):
     def __init__(self, in_size: int, out_size: int, bias: bool, build: Build) -> None:
-        super().__init__(in_size, {"": build.parallel.share(out_size, "output size")}, bias, build)
+        shard = build.parallel.shard(0, out_size, "output size")
+        super().__init__(in_size, {"": shard.length}, bias, build, {"": shard})
 
 
 class MergedColumnParallelLinear(Linear):
     """gate and up of an MLP: two column-parallel layers over one input."""
 
     def __init__(self, in_size: int, out_sizes: dict[str, int], bias: bool, build: Build) -> None:
-        shares = {part: build.parallel.share(size, "intermediate_size") for part, size in out_sizes.items()}
-        super().__init__(in_size, shares, bias, build)
+        shards = {part: build.parallel.shard(0, size, "intermediate_size") for part, size in out_sizes.items()}
+        super().__init__(in_size, {part: shard.length for part, shard in shards.items()}, bias, build, shards)
 
 
 class QKVParallelLinear(Linear):
-    """Query, key and value projections, split by heads."""
+    """Query, key and value projections, split by heads. Ranks beyond the number of KV heads share one."""
 
     def __init__(
         self, in_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, build: Build
     ) -> None:
-        q_rows = build.parallel.share(num_heads, "num_attention_heads") * head_dim
-        kv_rows = build.parallel.share(num_kv_heads, "num_key_value_heads") * head_dim
-        super().__init__(in_size, {"q": q_rows, "k": kv_rows, "v": kv_rows}, bias, build)
+        q = build.parallel.shard(0, num_heads * head_dim, "num_attention_heads * head_dim")
+        build.parallel.share(num_heads, "num_attention_heads")
+        kv_heads, first = build.parallel.share_kv_heads(num_kv_heads)
+        kv = Shard(0, first * head_dim, kv_heads * head_dim, num_kv_heads * head_dim)
+        shards = {"q": q, "k": kv, "v": kv}
+        super().__init__(in_size, {part: shard.length for part, shard in shards.items()}, bias, build, shards)
 
 
 class RowParallelLinear(Linear):
+    """Its input is already split; the partial results are added up over the ranks, the bias by one of them."""
+
     def __init__(self, in_size: int, out_size: int, bias: bool, build: Build) -> None:
-        super().__init__(build.parallel.share(in_size, "input size"), {"": out_size}, bias, build)
+        shard = build.parallel.shard(1, in_size, "input size")
+        super().__init__(shard.length, {"": out_size}, bias, build, {"": shard})
         self.parallel = build.parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parallel.all_reduce(super().forward(x))
+        bias = self.bias if self.parallel.rank == 0 else None
+        return self.parallel.all_reduce(self.ops.linear(x, self.weight, bias))

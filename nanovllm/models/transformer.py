@@ -68,7 +68,7 @@ class DecoderLayer(Layer):
         self.ops = build.ops
         self.attention_norm = RMSNorm(config.hidden_size, eps, build)
         self.attention = Attention(
-            config.hidden_size, spec, parts.backend, build,
+            config.hidden_size, spec, config.num_kv_heads, parts.backend, build,
             qkv_bias=style.qkv_bias, out_bias=style.out_bias, head_norm_eps=eps if style.head_norm else None,
         )  # fmt: skip
         self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
@@ -116,7 +116,7 @@ class Transformer(Layer):
         build = parts.build
         self.ops = build.ops
         self.rules = RULES + style.more_rules
-        self.is_dense = config.moe is None
+        self.fuses = config.moe is None and build.parallel.size == 1  # sums over ranks or experts stand in between
         self.specs = attention_specs(config, build.dtype, build.parallel)  # one per layer
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         layers = (DecoderLayer(i, config, style, parts, spec) for i, spec in enumerate(self.specs))
@@ -131,7 +131,7 @@ class Transformer(Layer):
         """Final hidden states of the rows whose logits are wanted, [len(step.logit_rows), hidden]."""
         x, residual = self.embed(step.token_ids), None  # [tokens, hidden]
         rope = Rope(*self.ops.rope_inputs(self.cos_sin, step.positions))
-        if self.is_dense and self.ops.fuses_few(x):
+        if self.fuses and self.ops.fuses_few(x):
             residual = torch.zeros_like(x)
             for layer, cache in zip(self.layers, caches):
                 x = layer.forward_few(x, rope, step, cache)
@@ -167,7 +167,7 @@ class Transformer(Layer):
 
 def attention_specs(config: ModelConfig, dtype: torch.dtype, parallel: Parallel) -> list[AttentionSpec]:
     heads = parallel.share(config.num_heads, "num_attention_heads")
-    kv_heads = parallel.share(config.num_kv_heads, "num_key_value_heads")
+    kv_heads, _ = parallel.share_kv_heads(config.num_kv_heads)
     return [
         AttentionSpec(heads, kv_heads, config.head_dim, dtype, config.sliding_window if windowed else None)
         for windowed in config.windowed_layers

@@ -36,9 +36,11 @@ class ResidentExperts(Layer):
     def __init__(self, moe: MoeConfig, hidden: int, build: Build) -> None:
         super().__init__()
         self.ops, self.parallel = build.ops, build.parallel
-        share = build.parallel.share(moe.intermediate_size, "intermediate size of an expert")
-        self.gate_up = Linear(hidden, expert_parts(moe, share), False, build)
-        self.down = Linear(share, {str(e): hidden for e in range(moe.num_experts)}, False, build)
+        rows, columns = (build.parallel.shard(dim, moe.intermediate_size, "intermediate size of an expert") for dim in (0, 1))
+        share, names = rows.length, [str(e) for e in range(moe.num_experts)]
+        parts = expert_parts(moe, share)
+        self.gate_up = Linear(hidden, parts, False, build, dict.fromkeys(parts, rows))
+        self.down = Linear(share, dict.fromkeys(names, hidden), False, build, dict.fromkeys(names, columns))
         self.gate_up_shape = (moe.num_experts, 2 * share, hidden)
         self.down_shape = (moe.num_experts, hidden, share)
 

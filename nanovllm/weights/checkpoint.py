@@ -33,6 +33,9 @@ class Checkpoint(Protocol):
     def location(self, name: str) -> Location | None:
         """Where its bytes lie, for readers that stream them. None if they are stored in another form (GGUF)."""
 
+    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """Rows (dim 0) or columns (dim 1) of a tensor, without reading the others where the format allows that."""
+
     def load_tokenizer(self) -> Any:
         """A transformers fast tokenizer; ModelError if there is none."""
 

@@ -122,6 +122,10 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._stored_name(name)].shape
 
+    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """Blocks of a quantised row cannot be cut anywhere: the tensor is read, the piece is kept."""
+        return self.read(name).narrow(dim, start, length)
+
     def read(self, name: str) -> torch.Tensor:
         tensor = self._file.read(self._stored_name(name))
         if self._arch != "llama":

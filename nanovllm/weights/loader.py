@@ -20,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from nanovllm.errors import ModelError
+from nanovllm.hardware.parallel import Shard
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.rules import Rule, find_destination
 
@@ -34,7 +35,22 @@ class OnDisk:
     remember: Callable[[str], None]
 
 
-Place = torch.Tensor | OnDisk
+@dataclass(frozen=True)
+class Piece:
+    """Filled with a part of a tensor: only that part is read."""
+
+    target: torch.Tensor
+    shard: Shard
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        shape = list(self.target.shape)
+        shape[self.shard.dim] = self.shard.total
+        return tuple(shape)
+
+
+Place = torch.Tensor | OnDisk | Piece
 Places = Mapping[str, Mapping[str, Place]]  # parameter -> part -> where it goes; '' is the part of what is not stacked
 
 
@@ -50,6 +66,11 @@ def load_dummy(model: nn.Module, seed: int, places: Places | None = None) -> Non
                                  "files; raise expert_host_gb")  # fmt: skip
             digest = hashlib.blake2b(f"{seed}/{target}/{part}".encode(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+            if isinstance(place, Piece):  # drawn whole, so that the ranks have pieces of one model
+                whole = torch.empty(place.shape, dtype=place.target.dtype, device=device)
+                whole.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+                place.target.copy_(whole.narrow(place.shard.dim, place.shard.start, place.shard.length))
+                continue
             drawn = place if place.device == device else torch.empty_like(place, device=device)
             drawn.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
             if drawn is not place:
@@ -63,6 +84,8 @@ def load_weights(
     for name, place in tqdm(found.items(), desc="loading weights", unit="tensor", disable=None, leave=False):
         if isinstance(place, OnDisk):
             place.remember(name)
+        elif isinstance(place, Piece):
+            place.target.copy_(checkpoint.read_piece(name, place.shard.dim, place.shard.start, place.shard.length))
         else:
             place.copy_(checkpoint.read(name))
 
@@ -78,9 +101,19 @@ def _all_places(model: nn.Module, places: Places | None) -> dict[str, Mapping[st
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         rows: dict[str, int] = getattr(owner, "parts", {"": len(parameter)})
-        found[name] = dict(zip(rows, parameter.data.split(list(rows.values()))))
+        shards: dict[str, Shard] = getattr(owner, "shards", {})
+        pieces = dict(zip(rows, parameter.data.split(list(rows.values()))))
+        found[name] = {part: _piece(piece, shards.get(part)) for part, piece in pieces.items()}
     assert not found.keys() & (places or {}).keys()
     return {**found, **(places or {})}
+
+
+def _piece(target: torch.Tensor, shard: Shard | None) -> Place:
+    """A place for the shard of a tensor. A bias has no columns to split; padding (of a vocabulary) is zero."""
+    if shard is None or shard.dim >= target.dim() or shard.length == shard.total == target.shape[shard.dim]:
+        return target
+    target.narrow(shard.dim, shard.length, target.shape[shard.dim] - shard.length).zero_()
+    return Piece(target.narrow(shard.dim, 0, shard.length), shard)
 
 
 def _prove_complete(

@@ -84,6 +84,13 @@ class SafetensorsFolder:
         except SafetensorError as error:
             raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
 
+    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        try:
+            stored = self._shard(name).get_slice(name)
+            return stored[start : start + length] if dim == 0 else stored[:, start : start + length]
+        except SafetensorError as error:
+            raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
+
     def location(self, name: str) -> Location:
         """For readers that must survive a file that shrinks under them: touching a mapping of it would be a SIGBUS."""
         shape = self.shape(name)
