@@ -36,7 +36,8 @@ class ResidentExperts(Layer):
     def __init__(self, moe: MoeConfig, hidden: int, build: Build) -> None:
         super().__init__()
         self.ops, self.parallel = build.ops, build.parallel
-        rows, columns = (build.parallel.shard(dim, moe.intermediate_size, "intermediate size of an expert") for dim in (0, 1))
+        what = "intermediate size of an expert"
+        rows, columns = (build.parallel.shard(dim, moe.intermediate_size, what) for dim in (0, 1))
         share, names = rows.length, [str(e) for e in range(moe.num_experts)]
         parts = expert_parts(moe, share)
         self.gate_up = Linear(hidden, parts, False, build, dict.fromkeys(parts, rows))
