@@ -72,6 +72,7 @@ class EngineConfig:
     expert_cpu_misses: bool = False  # compute a missing expert on the CPU if few tokens want it
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    worker_timeout: float = 60.0  # seconds after which a rank that does not answer is given up
     attn_backend: str = "auto"
     seed: int = 0
     load_format: str = "auto"
@@ -113,6 +114,8 @@ class EngineConfig:
             _count("decode_steps", self.decode_steps, 1, 64, "1 visits the scheduler for every token")
         self._check_experts()
         _count("tensor_parallel_size", self.tensor_parallel_size, 1, 1024, "the number of GPUs to split over")
+        if not isinstance(self.worker_timeout, (int, float)) or not 1 <= self.worker_timeout <= 86400:
+            raise ConfigError(f"worker_timeout={self.worker_timeout!r}: must be 1 to 86400 seconds; 60 suits most")
         _count("seed", self.seed, -(2**63), 2**64 - 1, "any 64-bit integer")
         switches = ("enable_prefix_caching", "expert_prefetch", "expert_cpu_misses", "enforce_eager")
         for name in (*switches, "skip_tokenizer_init"):

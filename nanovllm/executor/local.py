@@ -7,11 +7,12 @@ inside `launch`; the contract is the one that overlapping devices and other proc
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,7 @@ from nanovllm.weights.loader import check_weights, load_dummy, load_weights
 logger = logging.getLogger("nanovllm")
 
 GPU_DECODE_STEPS = 8
+ALONE = Parallel()
 
 
 @contextlib.contextmanager
@@ -56,36 +58,49 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> InFlight: ...
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """Resolved from the options, the model and the device."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    block_size: int
+
+
 class LocalExecutor:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
-        max_model_len: int, block_size: int, max_num_batched_tokens: int,
+        limits: StepLimits, parallel: Parallel = ALONE,
     ) -> None:  # fmt: skip
-        if config.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={config.tensor_parallel_size}: this version runs on one rank; use 1"
-            )
+        """`parallel`: this process's place among the ranks, if there are others (multiprocess.py)."""
+        self.parallel = parallel
         self.device = device
         self.dtype = self.device.resolve_dtype(config.dtype, model_config.dtype)
-        specs = attention_specs(model_config, self.dtype, Parallel())
-        self.selection: Selection = select_backend(config.attn_backend, specs, self.device, block_size)
+        specs = attention_specs(model_config, self.dtype, parallel)
+        self.selection: Selection = select_backend(config.attn_backend, specs, self.device, limits.block_size)
         others = {name: said for name, said in self.selection.reasons.items() if said.startswith("refused")}
         logger.info("attention backend %s on %s; %s", self.selection.backend.name, self.device.name, others)
         self.offload: Offload | None = None
         try:
-            self._start(config, model_config, checkpoint, (max_model_len, max_num_batched_tokens, block_size))
+            self._start(config, model_config, checkpoint, limits)
         except BaseException:
             self.close()
             raise
 
     def _start(
-        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, limits: tuple[int, int, int]
+        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, limits: StepLimits
     ) -> None:
-        max_model_len, max_num_batched_tokens, block_size = limits
+        max_model_len, max_num_batched_tokens = limits.max_model_len, limits.max_num_batched_tokens
+        block_size = limits.block_size
         self.device.limit_memory(None if config.gpu_memory_gb is None else card_bytes(config, self.device))
-        build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), Parallel())
+        build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), self.parallel)
         if model_config.moe is not None:
-            tiers = size_experts(config, model_config, self.device, self.dtype, limits)
+            tiers = size_experts(config, model_config, self.device, self.dtype, dataclasses.astuple(limits))
+            if tiers.placement == "offload" and self.parallel.size > 1:
+                raise ConfigError(
+                    f"expert_placement: the experts do not fit resident, and offloading them runs on one rank; use "
+                    f"tensor_parallel_size=1 (is {self.parallel.size}), or more ranks until they fit"
+                )
             if tiers.placement == "offload" and config.load_format != "dummy":
                 # Locking host memory takes long: a checkpoint that is not whole is refused before.
                 empty = Parts(replace(build, device=torch.device("meta")), self.selection.backend, max_model_len)
@@ -105,7 +120,8 @@ class LocalExecutor:
         if self.offload is not None:
             self.offload.forget()  # the step that was tried says nothing about which experts will be wanted
         specs = model.specs
-        layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
+        # Every rank must have as many blocks: the one with the least room decides.
+        layout = CacheLayout.fit(self.parallel.gather_numbers(spare), specs, block_size, config.num_kvcache_blocks)
         most = config.max_num_seqs * -(-max_model_len // block_size)
         if config.num_kvcache_blocks is None and layout.num_blocks > most and not self.device.is_gpu:
             layout = CacheLayout(block_size, most, block_bytes(specs, block_size))  # more could never be used at once

@@ -36,6 +36,18 @@ class Device:
             return cls(torch.device("cpu"))
         return cls(torch.device("cuda", torch.cuda.current_device()))
 
+    @classmethod
+    def of_rank(cls, wanted: str, rank: int) -> Device:
+        """The rank-th GPU; all ranks share a CPU."""
+        device = cls.choose(wanted)
+        if not device.is_gpu:
+            return device
+        if rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"tensor_parallel_size: rank {rank} has no GPU, this machine has {torch.cuda.device_count()}; use fewer"
+            )
+        return cls(torch.device("cuda", rank))
+
     @property
     def is_gpu(self) -> bool:
         return self.torch_device.type == "cuda"

@@ -40,8 +40,9 @@ def run_ranks(model: Path, size: int) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("llama-mqa-bias", 4), ("llama-sharded", 2), ("qwen2", 2), ("qwen3-bias-tied", 2), ("mixtral", 2), ("qwen3-moe-renormalised", 4)],
-)
+    [("llama-mqa-bias", 4), ("llama-sharded", 2), ("qwen2", 2), ("qwen3-bias-tied", 2), ("mixtral", 2),
+     ("qwen3-moe-renormalised", 4)],
+)  # fmt: skip
 def test_logits_of_several_ranks_are_those_of_one(tiny: Callable[[str], TinyModel], name: str, size: int) -> None:
     path = tiny(name).path
     model, num_whole = build(path, Parallel())
