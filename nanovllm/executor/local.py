@@ -22,6 +22,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.executor.expert_memory import card_bytes, open_offload, size_experts
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
+from nanovllm.executor.low_rank import open_low_rank
 from nanovllm.executor.mixed_graphs import TOKEN_BUCKETS
 from nanovllm.executor.model_runner import InFlight, ModelRunner, try_largest_step
 from nanovllm.hardware.device import Device
@@ -37,6 +38,7 @@ from nanovllm.ops.opset import choose_ops
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
+from nanovllm.weights.svd_checkpoint import RULES as SVD_RULES
 
 logger = logging.getLogger("nanovllm")
 
@@ -72,6 +74,7 @@ class LocalExecutor:
         others = {name: said for name, said in self.selection.reasons.items() if said.startswith("refused")}
         logger.info("attention backend %s on %s; %s", self.selection.backend.name, self.device.name, others)
         self.offload: Offload | None = None
+        self.low_rank = open_low_rank(config, model_config, checkpoint)
         try:
             self._start(config, model_config, checkpoint, (max_model_len, max_num_batched_tokens, block_size))
         except BaseException:
@@ -84,15 +87,19 @@ class LocalExecutor:
         max_model_len, max_num_batched_tokens, block_size = limits
         self.device.limit_memory(None if config.gpu_memory_gb is None else card_bytes(config, self.device))
         build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), Parallel())
+        layouts = experts = None
+        if self.low_rank is not None:
+            checkpoint, layouts, experts = self.low_rank.checkpoint, self.low_rank.layouts, self.low_rank.resident
         if model_config.moe is not None:
-            tiers = size_experts(config, model_config, self.device, self.dtype, limits)
+            tiers = size_experts(config, model_config, self.device, self.dtype, limits, layouts)
             if tiers.placement == "offload" and config.load_format != "dummy":
                 # Locking host memory takes long: a checkpoint that is not whole is refused before.
-                empty = Parts(replace(build, device=torch.device("meta")), self.selection.backend, max_model_len)
+                nowhere = replace(build, device=torch.device("meta"))
+                empty = Parts(nowhere, self.selection.backend, max_model_len, experts)
                 model = find_family(model_config)(model_config, empty)
-                check_weights(model, checkpoint, model.rules)
-            self.offload = open_offload(config, model_config, self.device, build, tiers, checkpoint)
-        experts = None if self.offload is None else self.offload.experts
+                check_weights(model, checkpoint, model.rules + SVD_RULES)
+            self.offload = open_offload(config, model_config, self.device, build, tiers, checkpoint, layouts)
+        experts = experts if self.offload is None else self.offload.experts
         parts = Parts(build, self.selection.backend, max_model_len, experts)
         model = find_family(model_config)(model_config, parts).eval()
         with logged("weights loaded and kernels compiled"):
@@ -118,7 +125,7 @@ class LocalExecutor:
         if config.load_format == "dummy":
             load_dummy(model, config.seed, places)
         else:
-            load_weights(model, checkpoint, model.rules, places)
+            load_weights(model, checkpoint, model.rules + SVD_RULES, places)
         if self.offload is not None:
             self.offload.watch_gates(model.router_weights())
 
@@ -216,7 +223,14 @@ class LocalExecutor:
             "kv_block_size": self.layout.block_size,
             "kv_blocks": self.layout.num_blocks,
             "kv_bytes": self.layout.num_bytes,
-            **({} if self.offload is None else {"experts": self.offload.describe()}),
+            **self._describe_experts(),
         }
+
+    def _describe_experts(self) -> dict[str, Any]:
+        """Nothing of experts that are as the model has them, on the device."""
+        experts: dict[str, Any] = {} if self.offload is None else self.offload.describe()
+        if self.low_rank is not None:
+            experts = {"placement": "resident", **experts, **self.low_rank.describe()}
+        return {"experts": experts} if experts else {}
 
 
