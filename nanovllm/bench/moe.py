@@ -45,6 +45,7 @@ from nanovllm.moe.sizing import GIB, ModelFacts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
+from nanovllm.weights.svd_checkpoint import low_rank_layouts
 
 VARIANTS = {"none": ("none", False), "lru": ("lru", False), "lfu": ("lfu", False), "lfu + prefetch": ("lfu", True)}
 PARTS = ("kernels", "offload")
@@ -147,7 +148,7 @@ EngineFor = Callable[[int, str], LLMEngine]
 
 def offload_config(config: EngineConfig, model: ModelConfig, cached: int, variant: str) -> EngineConfig:
     """Slots for `cached` experts in every layer and a ring of 2 x top_k, to the byte: powers of two divide exactly."""
-    facts = ModelFacts(model, _dtype(config, model).itemsize)
+    facts = ModelFacts(model, _dtype(config, model).itemsize, layouts=low_rank_layouts(Path(config.model), model))
     num_slots = cached * facts.num_sparse_layers + 2 * facts.top_k
     policy, prefetch = VARIANTS[variant]
     return replace(

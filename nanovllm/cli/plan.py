@@ -154,16 +154,18 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     from nanovllm.models.registry import find_family
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model
+    from nanovllm.weights.svd_checkpoint import low_rank_layouts
 
     checkpoint = open_checkpoint(resolve_model(config.model, offline=True, progress=False))
     try:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        layouts = low_rank_layouts(checkpoint.path, model)
     finally:
         checkpoint.close()
     find_family(model)  # an architecture that this engine does not have is refused here, not after a download
     resolve_max_model_len(config, model)
     trained = resolve_max_model_len(replace(config, max_model_len=None), model)
-    return ModelFacts(model, 4 if config.dtype == "float32" else 2, trained)
+    return ModelFacts(model, 4 if config.dtype == "float32" else 2, trained, layouts)
 
 
 def find_memory(options: PlanOptions) -> Memory:
@@ -325,7 +327,8 @@ def show_plan(plan: Plan) -> None:
     config = plan.model.config
     kind = f"{config.num_layers} layers"
     if config.moe is not None:
-        kind += f", {config.moe.num_experts} experts a layer of {gib(plan.model.expert_bytes)}, top {config.moe.top_k}"
+        size = gib(plan.model.mean_expert_bytes) + (" (low-rank)" if plan.model.layouts else "")
+        kind += f", {config.moe.num_experts} experts a layer of {size}, top {config.moe.top_k}"
     console.print(f"{plan.options.model}: {config.architecture}, {kind}")
     console.print(
         f"GPU {gib(plan.memory.gpu_bytes)}, of which {gib(plan.memory.usable_bytes)} may be used "
@@ -366,7 +369,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str, int]]:
     assert tiers is not None
     size, found = tiers.expert_bytes, [("dense weights", "GPU", "", tiers.dense_bytes)]
     if tiers.resident_experts:
-        found.append(("experts", "GPU", str(tiers.resident_experts), tiers.resident_experts * size))
+        found.append(("experts", "GPU", str(tiers.resident_experts), tiers.resident_bytes))
     if tiers.placement == "offload":
         low, high = min(tiers.quotas), max(tiers.quotas)
         share = f"{low} a layer" if low == high else f"{low} or {high} a layer"
@@ -380,6 +383,6 @@ def rows(plan: Plan) -> list[tuple[str, str, str, int]]:
         ("graphs, libraries", "GPU", "", tiers.reserve_bytes),
     ]
     if tiers.placement == "offload":
-        found.append(("experts", "host", str(tiers.host_experts), tiers.host_experts * size))
-        found.append(("experts", "disk", str(tiers.disk_experts), tiers.disk_experts * size))
+        found.append(("experts", "host", str(tiers.host_experts), tiers.host_bytes))
+        found.append(("experts", "disk", str(tiers.disk_experts), tiers.disk_bytes))
     return found

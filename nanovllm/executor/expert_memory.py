@@ -20,6 +20,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.moe.offload import Offload, OffloadOptions
 from nanovllm.moe.sizing import GIB, Memory, ModelFacts, Tiers, Wants, default_step_tokens, gib, size_tiers
 from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.expert_layout import ExpertLayout
 
 logger = logging.getLogger("nanovllm")
 
@@ -50,9 +51,10 @@ def batched_tokens_for_experts(config: EngineConfig, model: ModelConfig, device:
 
 
 def size_experts(
-    config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, limits: tuple[int, int, int]
-) -> Tiers:
-    """limits = (max_model_len, max_num_batched_tokens, block_size)."""
+    config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, limits: tuple[int, int, int],
+    layouts: tuple[ExpertLayout, ...] | None = None,
+) -> Tiers:  # fmt: skip
+    """limits = (max_model_len, max_num_batched_tokens, block_size). `layouts`: of low-rank experts."""
     max_model_len, num_tokens, block_size = limits
     wants = Wants(
         max_model_len, num_tokens, config.max_num_seqs, config.expert_placement, config.expert_cache_gb,
@@ -62,24 +64,25 @@ def size_experts(
         # Slots and host memory are the same memory here: resident unless asked otherwise, whatever it takes.
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
-    return size_tiers(machine_memory(config, device), ModelFacts(model, dtype.itemsize, max_model_len), wants)
+    facts = ModelFacts(model, dtype.itemsize, max_model_len, layouts)
+    return size_tiers(machine_memory(config, device), facts, wants)
 
 
 def open_offload(
-    config: EngineConfig, model: ModelConfig, device: Device, build: Build, tiers: Tiers, checkpoint: Checkpoint
-) -> Offload | None:
+    config: EngineConfig, model: ModelConfig, device: Device, build: Build, tiers: Tiers, checkpoint: Checkpoint,
+    layouts: tuple[ExpertLayout, ...] | None = None,
+) -> Offload | None:  # fmt: skip
     if tiers.placement == "resident":
         return None
     for line in tiers.notes:
         logger.info("experts: %s", line)
     assert model.moe is not None
-    host_bytes = tiers.host_experts * tiers.expert_bytes
     options = OffloadOptions(
         tiers.num_cached, tiers.num_streaming, config.expert_policy, config.expert_prefetch, config.expert_cpu_misses,
-        host_bytes,
+        tiers.host_bytes,
     )  # fmt: skip
     files = None if config.load_format == "dummy" else checkpoint
-    offload = Offload(model.moe, model.hidden_size, build, device, options, files)
+    offload = Offload(model.moe, model.hidden_size, build, device, options, files, layouts=layouts)
     logger.info(
         "experts: %d slots of %s on %s, %d of them stream", tiers.num_slots, gib(tiers.expert_bytes), device.name,
         tiers.num_streaming,

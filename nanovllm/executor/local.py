@@ -23,6 +23,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.executor.expert_memory import card_bytes, open_offload, size_experts
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
+from nanovllm.executor.low_rank import open_low_rank
 from nanovllm.executor.mixed_graphs import TOKEN_BUCKETS
 from nanovllm.executor.model_runner import InFlight, ModelRunner, try_largest_step
 from nanovllm.hardware.device import Device
@@ -38,6 +39,7 @@ from nanovllm.ops.opset import choose_ops
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
+from nanovllm.weights.svd_checkpoint import RULES as SVD_RULES
 
 logger = logging.getLogger("nanovllm")
 
@@ -81,6 +83,7 @@ class LocalExecutor:
         others = {name: said for name, said in self.selection.reasons.items() if said.startswith("refused")}
         logger.info("attention backend %s on %s; %s", self.selection.backend.name, self.device.name, others)
         self.offload: Offload | None = None
+        self.low_rank = open_low_rank(config, model_config, checkpoint)
         try:
             self._start(config, model_config, checkpoint, limits)
         except BaseException:
@@ -94,20 +97,20 @@ class LocalExecutor:
         block_size = limits.block_size
         self.device.limit_memory(None if config.gpu_memory_gb is None else card_bytes(config, self.device))
         build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), self.parallel)
-        if model_config.moe is not None:
-            tiers = size_experts(config, model_config, self.device, self.dtype, dataclasses.astuple(limits))
-            if tiers.placement == "offload" and self.parallel.size > 1:
-                raise ConfigError(
-                    f"expert_placement: the experts do not fit resident, and offloading them runs on one rank; use "
-                    f"tensor_parallel_size=1 (is {self.parallel.size}), or more ranks until they fit"
-                )
+        layouts = experts = None
+        if self.low_rank is not None:
+            checkpoint, layouts, experts = self.low_rank.checkpoint, self.low_rank.layouts, self.low_rank.resident
+        self._refuse_on_ranks(config)
+        if model_config.moe is not None and self.parallel.size == 1:
+            tiers = size_experts(config, model_config, self.device, self.dtype, dataclasses.astuple(limits), layouts)
             if tiers.placement == "offload" and config.load_format != "dummy":
                 # Locking host memory takes long: a checkpoint that is not whole is refused before.
-                empty = Parts(replace(build, device=torch.device("meta")), self.selection.backend, max_model_len)
+                nowhere = replace(build, device=torch.device("meta"))
+                empty = Parts(nowhere, self.selection.backend, max_model_len, experts)
                 model = find_family(model_config)(model_config, empty)
-                check_weights(model, checkpoint, model.rules)
-            self.offload = open_offload(config, model_config, self.device, build, tiers, checkpoint)
-        experts = None if self.offload is None else self.offload.experts
+                check_weights(model, checkpoint, model.rules + SVD_RULES)
+            self.offload = open_offload(config, model_config, self.device, build, tiers, checkpoint, layouts)
+        experts = experts if self.offload is None else self.offload.experts
         parts = Parts(build, self.selection.backend, max_model_len, experts)
         model = find_family(model_config)(model_config, parts).eval()
         with logged("weights loaded and kernels compiled"):
@@ -129,12 +132,22 @@ class LocalExecutor:
         with logged("cache allocated and graphs captured"):
             self.runner = self._make_runner(config, model, max_model_len, max_num_batched_tokens)
 
+    def _refuse_on_ranks(self, config: EngineConfig) -> None:
+        """Several ranks hold all their experts, dense: each a share of every one."""
+        offload = config.expert_placement == "offload" or config.expert_cache_gb is not None
+        if self.parallel.size > 1 and (offload or self.low_rank is not None):
+            what = "offloaded" if offload else "low-rank"
+            raise ConfigError(
+                f"tensor_parallel_size={self.parallel.size}: {what} experts run on one rank; use 1, or "
+                + ("leave expert_placement and expert_cache_gb out" if offload else "set NANOVLLM_DISABLE_SVD=1")
+            )
+
     def _load(self, config: EngineConfig, model: Transformer, checkpoint: Checkpoint) -> None:
         places = None if self.offload is None else self.offload.places()
         if config.load_format == "dummy":
             load_dummy(model, config.seed, places)
         else:
-            load_weights(model, checkpoint, model.rules, places)
+            load_weights(model, checkpoint, model.rules + SVD_RULES, places)
         if self.offload is not None:
             self.offload.watch_gates(model.router_weights())
 
@@ -232,7 +245,14 @@ class LocalExecutor:
             "kv_block_size": self.layout.block_size,
             "kv_blocks": self.layout.num_blocks,
             "kv_bytes": self.layout.num_bytes,
-            **({} if self.offload is None else {"experts": self.offload.describe()}),
+            **self._describe_experts(),
         }
+
+    def _describe_experts(self) -> dict[str, Any]:
+        """Nothing of experts that are as the model has them, on the device."""
+        experts: dict[str, Any] = {} if self.offload is None else self.offload.describe()
+        if self.low_rank is not None:
+            experts = {"placement": "resident", **experts, **self.low_rank.describe()}
+        return {"experts": experts} if experts else {}
 
 

@@ -34,7 +34,7 @@ class Said:
     """What a piece leaves behind for the host and the next piece. The tensors are those of its last call: once it is
     captured there are no calls any more, and their addresses stay."""
 
-    x: torch.Tensor
+    z: torch.Tensor  # what the experts read
     residual: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
@@ -60,10 +60,10 @@ class Relay:
         ends = [i for i, (layer, _) in enumerate(layers) if isinstance(layer.mlp, MoeLayer)]
         first = layers[ends[0]][0].mlp
         self._offload: Offload = first.experts.offload
-        hidden, num_tokens = self._offload.shape.hidden, len(step.token_ids)
-        self._pairs = torch.zeros(
-            num_tokens, first.top_k, hidden, dtype=model.embed.weight.dtype, device=model.embed.weight.device
-        )
+        self._experts = [layers[end][0].mlp.experts for end in ends]
+        sizes, rows = [layout.out_size for layout in self._offload.shape.layouts], len(step.token_ids) * first.top_k
+        memory = torch.zeros(rows * max(sizes), dtype=model.embed.weight.dtype, device=model.embed.weight.device)
+        self._pairs = [memory[: rows * size].view(-1, first.top_k, size) for size in sizes]  # of each sparse layer
         self._pieces: list[Piece] = []
         begin = 0
         for end in ends:
@@ -89,13 +89,13 @@ class Relay:
             answer = said.answer.numpy()
             complete = piece if offload.has_all(piece.layer, said.ids.numel(), answer) else None
             if complete is None:
-                offload.finish(piece.layer, said.x, said.ids, said.weights, self._pairs, answer)
+                offload.finish(piece.layer, said.z, said.ids, said.weights, self._pairs[piece.layer], answer)
         self._finish_step()
         self._note(complete)
 
     def _note(self, piece: Piece | None) -> None:
         if piece is not None and piece.said.answer is not None:
-            self._offload.take_note(piece.layer, piece.said.x, piece.said.ids, piece.said.answer.numpy())
+            self._offload.take_note(piece.layer, piece.said.z, piece.said.ids, piece.said.answer.numpy())
 
     def _make_piece(self, layers: list[tuple[DecoderLayer, KVCache]], capture: Capture) -> Piece:
         number, offload, said = len(self._pieces), self._offload, Said()
@@ -105,15 +105,16 @@ class Relay:
             for layer, cache in layers[:-1]:
                 x, residual = layer(x, residual, rope, self._step, cache)
             sparse, cache = layers[-1]
-            said.x, said.residual = sparse.attend(x, residual, rope, self._step, cache)
-            said.ids, said.weights = sparse.mlp.route(said.x)
-            question = offload.question(number, said.x, said.ids, said.weights)
+            x, said.residual = sparse.attend(x, residual, rope, self._step, cache)
+            said.ids, said.weights = sparse.mlp.route(x)
+            said.z = sparse.mlp.experts.enter(x)
+            question = offload.question(number, x, said.ids, said.weights, said.z)
             if said.answer is None:  # at the trial run, before anything is captured
                 said.answer = torch.empty(question.shape, dtype=question.dtype, pin_memory=self._pin)
             said.answer.copy_(question, non_blocking=True)
 
         def start() -> None:
-            offload.start(number, said.x, said.ids, said.weights, self._pairs)
+            offload.start(number, said.z, said.ids, said.weights, self._pairs[number])
 
         return Piece(number, capture(ask), capture(start), said)
 
@@ -122,7 +123,9 @@ class Relay:
         rope = Rope(*self._ops.rope_inputs(self._model.cos_sin, self._step.positions))
         if number == 0:
             return self._model.embed(self._step.token_ids), None, rope
-        return self._ops.sum_pairs(self._pairs), self._pieces[number - 1].said.residual, rope
+        last = number - 1
+        x = self._experts[last].leave(self._ops.sum_pairs(self._pairs[last]))
+        return x, self._pieces[last].said.residual, rope
 
     def _last(self, layers: list[tuple[DecoderLayer, KVCache]], sample: Callable[[torch.Tensor], None]) -> None:
         x, residual, rope = self._enter(len(self._pieces))

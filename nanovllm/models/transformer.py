@@ -159,7 +159,8 @@ class Transformer(Layer):
 
     @property
     def num_layer_kinds(self) -> int:
-        return len({(spec, type(layer.mlp)) for spec, layer in zip(self.specs, self.layers)})
+        sizes = [tuple((name, p.shape) for name, p in layer.mlp.named_parameters()) for layer in self.layers]
+        return len({(spec, type(layer.mlp), size) for spec, layer, size in zip(self.specs, self.layers, sizes)})
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)  # [rows, vocab]

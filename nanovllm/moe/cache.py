@@ -125,7 +125,7 @@ class ExpertCache:
         self._heat = [[0.0] * num_experts for _ in range(num_layers)]
         self._clock = 0
         self.layer_hits, self.layer_misses = [0] * num_layers, [0] * num_layers
-        self.pieces_useful = self.pieces_wasted = 0
+        self.pieces_useful, self.pieces_wasted = [0] * num_layers, [0] * num_layers  # of guesses, by layer
 
     def quota(self, layer: int) -> int:
         return len(self._owned[layer])
@@ -246,7 +246,7 @@ class ExpertCache:
         """Counts of a warm-up say nothing about the text to come. What the slots hold stays."""
         self._heat = [[0.0] * len(heat) for heat in self._heat]
         self.layer_hits, self.layer_misses = [0] * len(self._heat), [0] * len(self._heat)
-        self.pieces_useful = self.pieces_wasted = 0
+        self.pieces_useful, self.pieces_wasted = [0] * len(self._heat), [0] * len(self._heat)
 
     def _note(self, layer: int, token_counts: Mapping[int, int]) -> None:
         heat = self._heat[layer]
@@ -268,7 +268,7 @@ class ExpertCache:
         else:
             self.layer_misses[layer] += 1
         if content is not None:
-            self.pieces_useful += content.num_guessed
+            self.pieces_useful[layer] += content.num_guessed
             content.num_guessed = 0
 
     def _settle_guesses(self, layer: int, demanded: Collection[int]) -> None:
@@ -276,13 +276,13 @@ class ExpertCache:
         for slot in self._ring:
             content = self._contents[slot]
             if content is not None and content.layer == layer and content.expert not in demanded:
-                self.pieces_wasted += content.num_guessed
+                self.pieces_wasted[layer] += content.num_guessed
                 content.num_guessed = 0
 
     def _drop(self, slot: int) -> None:
         content = self._contents[slot]
         if content is not None:
-            self.pieces_wasted += content.num_guessed
+            self.pieces_wasted[content.layer] += content.num_guessed
             self._slot_of.pop((content.layer, content.expert), None)
             self._contents[slot] = None
 

@@ -25,6 +25,15 @@ class Experts(Protocol):
         """x [tokens, hidden], ids int32 and weights float32 [tokens, top_k] -> [tokens, hidden]."""
 
 
+class SplitExperts(Experts, Protocol):
+    """Experts whose computing can be taken apart: `leave(sum_pairs(pairs of enter(x)))`. Dense ones read x and write
+    the result; low-rank ones (lowrank.py) work in fewer dimensions, which a token enters and leaves once."""
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def leave(self, total: torch.Tensor) -> torch.Tensor: ...
+
+
 MakeExperts = Callable[[int, MoeConfig, int, Build], Experts]  # (layer index, facts, hidden size, build)
 
 
@@ -39,7 +48,7 @@ class ResidentExperts(Layer):
         what = "intermediate size of an expert"
         rows, columns = (build.parallel.shard(dim, moe.intermediate_size, what) for dim in (0, 1))
         share, names = rows.length, [str(e) for e in range(moe.num_experts)]
-        parts = expert_parts(moe, share)
+        parts = expert_parts(moe.num_experts, share)
         self.gate_up = Linear(hidden, parts, False, build, dict.fromkeys(parts, rows))
         self.down = Linear(share, dict.fromkeys(names, hidden), False, build, dict.fromkeys(names, columns))
         self.gate_up_shape = (moe.num_experts, 2 * share, hidden)
@@ -51,9 +60,9 @@ class ResidentExperts(Layer):
         return self.parallel.all_reduce(self.ops.sum_pairs(pairs))
 
 
-def expert_parts(moe: MoeConfig, rows: int) -> dict[str, int]:
+def expert_parts(num_experts: int, rows: int) -> dict[str, int]:
     """gate and up of expert 0, then of expert 1, ...: an expert is one contiguous piece of the stack."""
-    return {f"{e}.{which}": rows for e in range(moe.num_experts) for which in ("gate", "up")}
+    return {f"{e}.{which}": rows for e in range(num_experts) for which in ("gate", "up")}
 
 
 class MoeLayer(Layer):

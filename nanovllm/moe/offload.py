@@ -24,8 +24,10 @@ go to), `Slot` (when that slot may be written and read).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import mul
 
 import numpy as np
 import torch
@@ -37,9 +39,11 @@ from nanovllm.layers.build import Build
 from nanovllm.model_config import MoeConfig
 from nanovllm.moe.cache import ExpertCache, ExpertStats, Selection
 from nanovllm.moe.idle import IdleTime
+from nanovllm.moe.offloaded import OffloadedExperts, OffloadedLowRank
 from nanovllm.moe.store import ExpertShape, ExpertStore
 from nanovllm.ops import moe as plain
 from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.expert_layout import ExpertLayout
 from nanovllm.weights.loader import Place
 
 PIECE_BYTES = 4 << 20  # grain of a guess: 75 us at 55 GB/s. Pieces that follow each other travel in one copy.
@@ -75,21 +79,23 @@ class Offload:
     def __init__(
         self, moe: MoeConfig, hidden: int, build: Build, device: Device, options: OffloadOptions,
         checkpoint: Checkpoint | None = None, stream: CopyStream | None = None,
+        layouts: tuple[ExpertLayout, ...] | None = None,
     ) -> None:  # fmt: skip
+        """`layouts` of the sparse layers: None = dense."""
         layers = tuple(i for i, sparse in enumerate(moe.layers) if sparse)
-        self.shape = shape = ExpertShape(layers, moe.num_experts, hidden, moe.intermediate_size, build.dtype)
+        layouts = layouts or (ExpertLayout.dense(hidden, moe.intermediate_size),) * len(layers)
+        self.shape = shape = ExpertShape(layers, moe.num_experts, layouts, build.dtype)
         self._top_k, self._ops, self._device, self._options = moe.top_k, build.ops, device, options
-        num_pieces = -(-shape.num_bytes // options.piece_bytes)
-        while shape.numel % num_pieces:  # whole pieces, so that bytes are counted exactly; 84 for Mixtral 8x7B
-            num_pieces += 1
-        self._piece = shape.numel // num_pieces  # numbers
+        num_pieces = _num_pieces(shape, options.piece_bytes)
+        self._pieces = [layout.numel // num_pieces for layout in layouts]  # numbers in one, by layer
         self.cache = ExpertCache(
             len(layers), moe.num_experts, moe.top_k, options.num_cached, options.num_streaming, options.policy,
             num_pieces=num_pieces,
         )  # fmt: skip
         self.stream = stream or open_copy_stream(device)
         pool = torch.empty(self.cache.num_slots, shape.numel, dtype=shape.dtype, device=device.torch_device)
-        self._gate_up, self._down = shape.views(pool)
+        self._views = [shape.views(pool, layer) for layer in range(len(layers))]
+        self._between: list[torch.Tensor | None] = [None] * len(layers)  # low-rank: what follows SiLU (ops/moe.py)
         self._slots = [Slot(memory, self.stream) for memory in pool]
         self._stalls = StallClock(self.stream)
         self._uploader = Uploader(device) if device.is_gpu else None
@@ -106,19 +112,27 @@ class Offload:
         self._closed = False
         self.store = ExpertStore(shape, device, self.stream, checkpoint, options.host_bytes)  # locks host memory: last
         try:
-            self.idle = IdleTime(self.stream, self._measure_bandwidth(pool[-1]), self._piece * shape.dtype.itemsize)
+            self.idle = IdleTime(self.stream, self._measure_bandwidth(pool[-1]), shape.num_bytes // num_pieces)
         except BaseException:
             self.store.close()
             raise
 
     def _measure_bandwidth(self, memory: torch.Tensor) -> float | None:
         block = self.store.any_block()
-        count = min(self.shape.numel, (64 << 20) // self.shape.dtype.itemsize)
-        return None if block is None else self.stream.bandwidth(block[:count], memory[:count])
+        if block is None:
+            return None
+        count = min(len(block), (64 << 20) // self.shape.dtype.itemsize)
+        return self.stream.bandwidth(block[:count], memory[:count])
 
-    def experts(self, layer: int, moe: MoeConfig, hidden: int, build: Build) -> OffloadedExperts:
+    def experts(self, layer: int, moe: MoeConfig, hidden: int, build: Build) -> OffloadedExperts | OffloadedLowRank:
         """`Parts.experts` of the model; `layer` counts all layers."""
-        return OffloadedExperts(self, self.shape.layers.index(layer))
+        number = self.shape.layers.index(layer)
+        layout = self.shape.layouts[number]
+        if not layout.is_low_rank:
+            return OffloadedExperts(self, number)
+        made = OffloadedLowRank(self, number, layout, build)
+        self._between[number] = made.between
+        return made
 
     def places(self) -> dict[str, dict[str, Place]]:
         return self.store.places()
@@ -131,55 +145,67 @@ class Offload:
             old.copy_(new)  # a captured graph knows the address
         self._gates_after = self._gates_after or stacked
 
-    def compute(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """One token on a GPU: what Python asks of torch, at up to 23 us a call on a slow host. Before the first copy:
+    def compute(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, z: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The weighted sum of what the experts give. `z`: what they read, if not x (low-rank ones).
+
+        One token on a GPU: what Python asks of torch, at up to 23 us a call on a slow host. Before the first copy:
         guess 3, mark 1, cat 3, download 6. Per miss: wait 1, slices 2, copy 1, mark 1, and the same for a guess. Hidden
         behind the copies: empty 1, tables 2, sum 1; per pass the launches of expert_pairs, wait and marks 4."""
         assert not self._closed
+        z, size = x if z is None else z, self.shape.layouts[layer].out_size
         if len(x) == 0:
-            return torch.empty_like(x)
-        question = self.question(layer, x, ids, weights)
+            return x.new_empty(0, size)
+        question = self.question(layer, x, ids, weights, z)
         asked = self.idle.ask(layer)
         answer = self.stream.download(question)
         self.idle.answered(asked)
-        pairs = x.new_empty(*ids.shape, self.shape.hidden)
-        self._complete(layer, x, weights, pairs, self._read(layer, x, ids, answer), started=False)
+        pairs = x.new_empty(*ids.shape, size)
+        self._complete(layer, z, weights, pairs, self._read(layer, z, ids, answer), started=False)
         return self._ops.sum_pairs(pairs)
 
-    # ---- in two halves -----------------------------------------------------------------------------------------
+    def _compute_pairs(
+        self, layer: int, z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor
+    ) -> None:
+        between = self._between[layer]
+        more = {} if between is None else {"between": between}
+        self._ops.expert_pairs(z, *self._views[layer], slots, weights, pairs, **more)
+
+    # ---- in two halves: z is what the experts read, `enter(x)` of the layer ------------------------------------------
 
     def start(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor
+        self, layer: int, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor
     ) -> None:
         """Rows of `pairs` whose experts are on the device. No host, fixed addresses: may be captured."""
         self._announces = True
         slots = self._table[layer].index_select(0, ids.view(-1)).view(ids.shape)
-        self._ops.expert_pairs(x, self._gate_up, self._down, slots, weights, pairs)
+        self._compute_pairs(layer, z, slots, weights, pairs)
 
     def finish(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor,
+        self, layer: int, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor,
         answer: np.ndarray,
     ) -> None:  # fmt: skip
         """The other rows. `answer`: what `question` asked, on the host; `start` was queued since the last `finish`."""
         assert not self._closed
-        self._complete(layer, x, weights, pairs, self._read(layer, x, ids, answer), started=True)
+        self._complete(layer, z, weights, pairs, self._read(layer, z, ids, answer), started=True)
 
     def has_all(self, layer: int, num_pairs: int, answer: np.ndarray) -> bool:
         """Whether `start` computed every row: then the next layer may begin at once, and `take_note` can wait."""
         announced = self._announced[layer]
         return all(announced[expert] >= 0 for expert in answer[:num_pairs].tolist())
 
-    def take_note(self, layer: int, x: torch.Tensor, ids: torch.Tensor, answer: np.ndarray) -> None:
+    def take_note(self, layer: int, z: torch.Tensor, ids: torch.Tensor, answer: np.ndarray) -> None:
         """In place of `finish` where nothing was missing: count the choice, and use the link for a guess."""
-        chosen = self._read(layer, x, ids, answer)
+        chosen = self._read(layer, z, ids, answer)
         selection = self.cache.select(layer, _count_tokens(chosen.ids))
         assert not selection.waves
         self.cache.adopt(layer)
         self._guess(layer, chosen, self.idle.pieces_late())
-        self._tokens += len(x) if layer == 0 else 0
+        self._tokens += len(z) if layer == 0 else 0
 
     def _complete(
-        self, layer: int, x: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor, chosen: Chosen, started: bool
+        self, layer: int, z: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor, chosen: Chosen, started: bool
     ) -> None:
         """Bring what is missing and compute the rows of all chosen experts but those that `start` has computed."""
         token_counts, announced = _count_tokens(chosen.ids), self._announced[layer]
@@ -196,7 +222,7 @@ class Offload:
         first_wave = len(passes) - len(selection.waves)
         for number, members in enumerate(passes):
             with reading([self._slots[slot] for _, slot in members], self._stalls):
-                self._ops.expert_pairs(x, self._gate_up, self._down, tables[number], weights, pairs)
+                self._compute_pairs(layer, z, tables[number], weights, pairs)
             self._announce(layer, members)
             coming = number - first_wave + selection.num_ahead
             if number >= first_wave and coming < len(selection.waves):
@@ -205,7 +231,7 @@ class Offload:
                     self._look_ahead(layer, chosen, selection)
         if selection.elsewhere:
             self._compute_on_cpu(layer, selection.elsewhere, chosen, pairs)
-        self._tokens += len(x) if layer == 0 else 0
+        self._tokens += len(z) if layer == 0 else 0
 
     def _announce(self, layer: int, members: list[tuple[int, int]]) -> None:
         """The computing queue has waited for these: `start` may use them from now on. Four bytes each, copied on the
@@ -225,14 +251,17 @@ class Offload:
         self._table[content[0], content[1] : content[1] + 1].copy_(self._numbers[0])
         self._slots[slot].used_until_now()
 
-    def question(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """int32 [...]: what the host must know, put together on the device; may be captured."""
+    def question(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, z: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """int32 [...]: what the host must know, put together on the device; may be captured. Routers are asked about
+        x; z is what experts read, if not that."""
         numbers = [ids]
         if self._num_guessed(layer, len(x)):
             logits = self._ops.linear(x, self._gates_after[layer])  # [tokens, layers * experts]
             numbers.append(self._ops.route(logits.view(-1, self.shape.num_experts), self._top_k, False)[0])
         if self._wants_rows(len(x)):
-            numbers += [weights.view(torch.int32), x.contiguous().view(torch.int32)]
+            numbers += [weights.view(torch.int32), (x if z is None else z).contiguous().view(torch.int32)]
         return torch.cat([part.reshape(-1) for part in numbers]) if len(numbers) > 1 else ids.reshape(-1)
 
     def _num_guessed(self, layer: int, num_tokens: int) -> int:
@@ -244,8 +273,8 @@ class Offload:
     def _wants_rows(self, num_tokens: int) -> bool:
         return self._options.cpu_misses and num_tokens <= SMALL_TABLE
 
-    def _read(self, layer: int, x: torch.Tensor, ids: torch.Tensor, answer: np.ndarray) -> Chosen:
-        num_tokens, size = len(x), ids.numel()
+    def _read(self, layer: int, z: torch.Tensor, ids: torch.Tensor, answer: np.ndarray) -> Chosen:
+        num_tokens, size = len(z), ids.numel()
         num_guessed = self._num_guessed(layer, num_tokens)
         guesses = []
         if num_guessed:
@@ -254,7 +283,7 @@ class Offload:
         rows = None
         if self._wants_rows(num_tokens):
             rest = torch.from_numpy(answer[size * (1 + num_guessed) :])
-            rows = rest[size:].view(x.dtype).view(x.shape), rest[:size].view(torch.float32).view(ids.shape)
+            rows = rest[size:].view(z.dtype).view(z.shape), rest[:size].view(torch.float32).view(ids.shape)
         return Chosen(answer[:size].reshape(ids.shape), guesses, rows)
 
     def _computable(self, layer: int, token_counts: dict[int, int], chosen: Chosen) -> set[int]:
@@ -308,37 +337,39 @@ class Offload:
                 num_pieces -= upto - held
 
     def _fill(self, layer: int, expert: int, slot: int, first_piece: int, last_piece: int) -> None:
-        start, stop = first_piece * self._piece, last_piece * self._piece
+        start, stop = first_piece * self._pieces[layer], last_piece * self._pieces[layer]
         self._slots[slot].fill(partial(self.store.send, layer, expert, start, stop))
         self._bytes_copied += (stop - start) * self.shape.dtype.itemsize
 
     def _compute_on_cpu(self, layer: int, experts: list[int], chosen: Chosen, pairs: torch.Tensor) -> None:
         assert chosen.rows is not None
-        x, weights = chosen.rows
+        z, weights = chosen.rows
+        between = self._between[layer]
+        between = None if between is None else between.cpu()  # the host waits; nobody has asked for speed here yet
         results, places = [], []
         for expert in experts:
             rows, columns = np.nonzero(chosen.ids == expert)
-            gate_up, down = self.shape.views(self.store.block(layer, expert)[None])
-            slots = torch.zeros(len(rows), 1, dtype=torch.int32)
-            results.append(plain.expert_pairs(x[rows], gate_up, down, slots, weights[rows, columns][:, None])[:, 0])
+            views = self.shape.views(self.store.block(layer, expert)[None], layer)
+            slots, share = torch.zeros(len(rows), 1, dtype=torch.int32), weights[rows, columns][:, None]
+            results.append(plain.expert_pairs(z[rows], *views, slots, share, between=between)[:, 0])
             places.append(rows * self._top_k + columns)
         found, where = torch.cat(results), np.concatenate(places)
         if self._uploader is None:
             sent = [found.view(torch.uint8), torch.from_numpy(where)]
         else:
             sent = self._uploader.send([found.view(torch.uint8).numpy(), where])
-        pairs.view(-1, self.shape.hidden).index_copy_(0, sent[1], sent[0].view(pairs.dtype))
+        pairs.view(-1, pairs.shape[2]).index_copy_(0, sent[1], sent[0].view(pairs.dtype))
         self._computed_on_cpu += len(experts)
 
     def stats(self) -> ExpertStats:
-        cache, piece = self.cache, self._piece * self.shape.dtype.itemsize
+        cache, itemsize = self.cache, self.shape.dtype.itemsize
         return ExpertStats(
             hits=sum(cache.layer_hits),
             misses=sum(cache.layer_misses),
             computed_on_cpu=self._computed_on_cpu,
             bytes_copied=self._bytes_copied,
-            prefetched_bytes_useful=cache.pieces_useful * piece,
-            prefetched_bytes_wasted=cache.pieces_wasted * piece,
+            prefetched_bytes_useful=itemsize * sum(map(mul, cache.pieces_useful, self._pieces)),
+            prefetched_bytes_wasted=itemsize * sum(map(mul, cache.pieces_wasted, self._pieces)),
             stall_seconds=self._stalls.seconds(),
             tokens=self._tokens,
             layer_hits=tuple(cache.layer_hits),
@@ -383,7 +414,16 @@ class Offload:
             self._closed = True
             self.stream.synchronize()
             self.store.close()
-            del self._gate_up, self._down, self._slots
+            del self._views, self._slots
+
+
+def _num_pieces(shape: ExpertShape, piece_bytes: int) -> int:
+    """Whole pieces in every layer, so that bytes are counted exactly; 84 for Mixtral 8x7B."""
+    common = math.gcd(*(layout.numel for layout in shape.layouts))
+    num_pieces = min(-(-shape.num_bytes // piece_bytes), common)
+    while common % num_pieces:
+        num_pieces += 1
+    return num_pieces
 
 
 def _count_tokens(ids: np.ndarray) -> dict[int, int]:
@@ -403,15 +443,3 @@ def _most_wanted(experts: list[int]) -> list[int]:
     for expert in experts:
         counts[expert] = counts.get(expert, 0) + 1
     return sorted(counts, key=lambda expert: -counts[expert])
-
-
-class OffloadedExperts:
-    """Meets `Experts` (layer.py). No module and no parameters: the experts live in the store."""
-
-    graph_safe = False  # the host looks at what was chosen
-
-    def __init__(self, offload: Offload, layer: int) -> None:
-        self.offload, self.layer = offload, layer  # layer: among the sparse ones
-
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self.offload.compute(self.layer, x, ids, weights)

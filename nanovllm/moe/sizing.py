@@ -18,10 +18,14 @@ All experts live in host memory as far as it goes and on disk beyond: a slot is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
+from nanovllm.weights.expert_layout import ExpertLayout
 
 GIB = 2**30
 CONTEXT_BYTES = 512 << 20  # what a CUDA context takes of a card before the first tensor: 0.3 to 0.6 GB by card
@@ -51,6 +55,7 @@ class ModelFacts:
     config: ModelConfig
     itemsize: int = 2
     trained_len: int | None = None  # longest text it reads; None = max_position_embeddings
+    layouts: tuple[ExpertLayout, ...] | None = None  # of the sparse layers, where experts are low-rank
 
     @property
     def num_sparse_layers(self) -> int:
@@ -65,19 +70,32 @@ class ModelFacts:
     def top_k(self) -> int:
         return self.config.moe.top_k if self.config.moe else 0
 
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Gate, up and down of one expert, by sparse layer."""
+        if self.config.moe is None:
+            return ()
+        dense = ExpertLayout.dense(self.config.hidden_size, self.config.moe.intermediate_size)
+        layouts = self.layouts or (dense,) * self.num_sparse_layers
+        return tuple(layout.numel * self.itemsize for layout in layouts)
+
     @property
     def expert_bytes(self) -> int:
-        """Gate, up and down."""
-        moe = self.config.moe
-        return 3 * self.config.hidden_size * moe.intermediate_size * self.itemsize if moe else 0
+        """Of the largest: what a slot takes."""
+        return max(self.layer_bytes, default=0)
 
     @property
     def all_experts_bytes(self) -> int:
-        return self.num_experts * self.expert_bytes
+        return sum(self.layer_bytes) * self.config.moe.num_experts if self.config.moe else 0
+
+    @property
+    def mean_expert_bytes(self) -> float:
+        return self.all_experts_bytes / self.num_experts if self.num_experts else 0.0
 
     @property
     def dense_bytes(self) -> int:
-        """All parameters but the experts'. Exact: tests compare it with the models as built."""
+        """All parameters but the experts'; with what low-rank experts share. Exact: tests compare it with the models as
+        built."""
         config, moe = self.config, self.config.moe
         hidden, size = config.hidden_size, config.intermediate_size
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -89,6 +107,7 @@ class ModelFacts:
         num = config.num_layers * attention + self.num_sparse_layers * router
         num += (config.num_layers - self.num_sparse_layers) * mlp
         num += config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2) + hidden
+        num += sum(layout.shared_numel for layout in self.layouts or ())
         return num * self.itemsize
 
     @property
@@ -197,8 +216,11 @@ class Tiers:
     dense_bytes: int
     step_bytes: int
     reserve_bytes: int
-    expert_bytes: int  # of one
+    expert_bytes: int  # of one; of the largest, where ranks differ
     resident_experts: int  # all, or none
+    resident_bytes: int
+    host_bytes: int  # of the experts there
+    disk_bytes: int
     notes: tuple[str, ...] = ()
 
     @property
@@ -211,7 +233,7 @@ class Tiers:
 
     @property
     def gpu_expert_bytes(self) -> int:
-        return (self.num_slots + self.resident_experts) * self.expert_bytes
+        return self.num_slots * self.expert_bytes + self.resident_bytes
 
 
 def refuse_without_experts(model: ModelConfig, placement: str, cache_gb: float | None) -> None:
@@ -347,6 +369,7 @@ class _Budget:
         longest = for_context // self.block * wants.block_size
         offloaded = model.num_experts if placement == "offload" else 0
         host, notes = self._host_experts(offloaded)
+        host_bytes = bytes_of_first(host, model.layer_bytes)
         return Tiers(
             placement=placement,
             quotas=quotas,
@@ -362,6 +385,9 @@ class _Budget:
             reserve_bytes=wants.reserve_bytes,
             expert_bytes=model.expert_bytes,
             resident_experts=model.num_experts - offloaded,
+            resident_bytes=0 if offloaded else model.all_experts_bytes,
+            host_bytes=host_bytes,
+            disk_bytes=model.all_experts_bytes - host_bytes if offloaded else 0,
             notes=notes,
         )
 
@@ -378,13 +404,30 @@ class _Budget:
                              f"{gib(spare)} of it are used")  # fmt: skip
             else:
                 spare = wanted
-        host = min(spare // self.model.expert_bytes, offloaded)
+        assert self.model.config.moe is not None
+        host = count_fitting(spare, self.model.layer_bytes, self.model.config.moe.num_experts)
         if host < offloaded:
             notes.append(
                 f"host memory takes {host} of {offloaded} experts; {offloaded - host} are read from disk each time "
-                f"they are missing ({gib(offloaded * self.model.expert_bytes)} of host memory would take all)"
+                f"they are missing ({gib(self.model.all_experts_bytes)} of host memory would take all)"
             )
         return host, tuple(notes)
+
+
+def count_fitting(num_bytes: int, layer_bytes: Sequence[int], num_experts: int) -> int:
+    """How many experts so much host memory holds: the first ones of all layers before the second ones."""
+    rounds = min(num_bytes // sum(layer_bytes), num_experts)
+    if rounds == num_experts:
+        return rounds * len(layer_bytes)
+    left = num_bytes - rounds * sum(layer_bytes)
+    more = sum(total <= left for total in accumulate(layer_bytes))
+    return rounds * len(layer_bytes) + more
+
+
+def bytes_of_first(count: int, layer_bytes: Sequence[int]) -> int:
+    """Of so many experts, in that order."""
+    rounds, more = divmod(count, max(len(layer_bytes), 1))
+    return rounds * sum(layer_bytes) + sum(layer_bytes[:more])
 
 
 def spread(total: int, num_layers: int) -> tuple[int, ...]:

@@ -78,8 +78,8 @@ def predict(model: ModelFacts, tiers: Tiers, links: Links, batch: int, skewed: b
     """`overlap`: copying hides behind reading, or the other way round; else they take turns."""
     moe = model.config.moe
     touched = distinct_experts(moe.num_experts, moe.top_k, batch) * model.num_sparse_layers if moe else 0.0
-    read = model.dense_bytes - model.embedding_bytes + touched * model.expert_bytes
-    copied = missed_experts(model, tiers.quotas, batch, skewed) * model.expert_bytes
+    read = model.dense_bytes - model.embedding_bytes + touched * model.mean_expert_bytes
+    copied = missed_experts(model, tiers.quotas, batch, skewed) * model.mean_expert_bytes
     disk_share = tiers.disk_experts / model.num_experts if model.num_experts else 0.0
     seconds = copied * ((1 - disk_share) / links.host_to_gpu + disk_share / min(links.disk, links.host_to_gpu))
     reading = read / links.gpu_read

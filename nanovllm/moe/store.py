@@ -1,12 +1,15 @@
 """ExpertStore: where experts wait for their turn, in page-locked host memory or on disk.
 
-An expert is one block of 3 x I x H numbers, [gate | up | down], the layout it has in a slot of the device: one copy
-brings it there. Blocks are locked one by one until the limit is reached or the system refuses; the other experts stay
-in the model's files and are read when they are wanted, in chunks through two small locked buffers: while one chunk
-travels to the device the next is read. That tier is as slow as the disk, and it needs no memory.
+An expert is one block of numbers, [gate | up | down], the layout it has in a slot of the device: one copy brings it
+there. Its sizes are the layer's own (weights/expert_layout.py): ranks differ from layer to layer. Blocks are locked one
+by one until the limit is reached or the system refuses; the other experts stay in the model's files and are read when
+they are wanted, in chunks through two small locked buffers: while one chunk travels to the device the next is read.
+That tier is as slow as the disk, and it needs no memory.
 
 Files are read with `preadv`, not through a mapping: a file that shrinks while it is served is then an error with its
-name. Numbers of another dtype than the device computes in are converted chunk by chunk.
+name. Numbers of another dtype than the device computes in are converted chunk by chunk. Low-rank experts are stored in
+another layout than they are computed in: from disk they are read and turned a matrix at a time, into memory of its own.
+Correct, and slower still.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -23,7 +26,9 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware.copies import CopyStream, Mark
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
+from nanovllm.moe.sizing import count_fitting
 from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.expert_layout import DOWN, ExpertLayout
 from nanovllm.weights.loader import OnDisk, Place
 from nanovllm.weights.safetensors_folder import Location
 
@@ -36,25 +41,38 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ExpertShape:
+    """`numel` and `num_bytes` are those of the largest expert, of which every slot has room for one."""
+
     layers: tuple[int, ...]  # numbers of the sparse layers in the model
     num_experts: int  # in one layer
-    hidden: int
-    intermediate: int
+    layouts: tuple[ExpertLayout, ...]  # of the sparse layers
     dtype: torch.dtype
 
-    @property
+    @classmethod
+    def dense(
+        cls, layers: tuple[int, ...], num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype
+    ) -> ExpertShape:
+        return cls(layers, num_experts, (ExpertLayout.dense(hidden, intermediate),) * len(layers), dtype)
+
+    @cached_property
     def numel(self) -> int:
-        return 3 * self.hidden * self.intermediate
+        return max(layout.numel for layout in self.layouts)
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def views(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """gate_up [..., 2I, H] and down [..., H, I] of blocks [..., 3*I*H]."""
-        split, lead = 2 * self.intermediate * self.hidden, block.shape[:-1]
-        gate_up = block[..., :split].view(*lead, 2 * self.intermediate, self.hidden)
-        return gate_up, block[..., split:].view(*lead, self.hidden, self.intermediate)
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Of one expert, by layer."""
+        return tuple(layout.numel * self.dtype.itemsize for layout in self.layouts)
+
+    def views(self, block: torch.Tensor, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate_up [..., 2I, K] and down [..., rows, columns] of blocks [..., at least as many numbers as there are]."""
+        layout, lead = self.layouts[layer], block.shape[:-1]
+        split = 2 * layout.intermediate * layout.columns
+        gate_up = block[..., :split].view(*lead, 2 * layout.intermediate, layout.columns)
+        return gate_up, block[..., split : layout.numel].view(*lead, *layout.parts[DOWN])
 
 
 @dataclass
@@ -65,9 +83,9 @@ class _Chunk:
 
 @dataclass
 class _File:
-    """An expert on disk: its three tensors."""
+    """An expert on disk: its three tensors, each by its place in a file or, where that is another layout, by name."""
 
-    parts: dict[str, Location] = field(default_factory=dict)
+    parts: dict[str, Location | str] = field(default_factory=dict)
 
 
 class ExpertStore:
@@ -82,8 +100,9 @@ class ExpertStore:
         self._files: dict[tuple[int, int], _File] = {}
         self._open: dict[Path, int] = {}
         self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
+        self._turned: tuple[str, torch.Tensor] | None = None  # a matrix that several chunks take their numbers from
         self._chunks: list[_Chunk] = []
-        self._turn = 0
+        self._next_chunk = 0
         try:
             self._reserve(device, int(available_host_bytes() * HOST_SHARE) if host_bytes is None else host_bytes)
         except BaseException:
@@ -94,11 +113,11 @@ class ExpertStore:
         """The first experts of every layer get memory, so that all layers have the same share on disk."""
         shape = self.shape
         keys = [(layer, expert) for expert in range(shape.num_experts) for layer in range(len(shape.layers))]
-        num_fit = host_bytes // shape.num_bytes
+        num_fit = count_fitting(host_bytes, shape.layer_bytes, shape.num_experts)
         reason = f"the limit is {host_bytes / GIB:.2f} GiB"
         for key in keys[:num_fit]:
             try:
-                self._blocks[key] = HostBlock(shape.numel, shape.dtype, device)
+                self._blocks[key] = HostBlock(shape.layouts[key[0]].numel, shape.dtype, device)
             except MemoryError as error:
                 reason = f"the system refused more: {error}"
                 break
@@ -108,7 +127,8 @@ class ExpertStore:
 
     def _stay_on_disk(self, keys: list[tuple[int, int]], reason: str, device: Device) -> None:
         total = len(keys) + len(self._blocks)
-        locked, wanted = (count * self.shape.num_bytes / GIB for count in (len(self._blocks), total))
+        sizes, all_keys = self.shape.layer_bytes, [*self._blocks, *keys]
+        locked, wanted = (sum(sizes[layer] for layer, _ in some) / GIB for some in (self._blocks, all_keys))
         figures = f"{locked:.2f} of {wanted:.2f} GiB of experts are in locked host memory ({reason})"
         remedy = f"give expert_host_gb={-(-wanted * 100 // 1) / 100} (and a machine that has it)"
         if self._checkpoint is None:
@@ -141,19 +161,18 @@ class ExpertStore:
         return places
 
     def _expert_places(self, layer: int, expert: int) -> list[Place]:
-        shape, block = self.shape, self._blocks.get((layer, expert))
+        layout, block = self.shape.layouts[layer], self._blocks.get((layer, expert))
         if block is not None:
-            gate_up, down = shape.views(block.tensor)
-            return [*gate_up.split(shape.intermediate), down]
-        sizes = {"gate": (shape.intermediate, shape.hidden), "up": (shape.intermediate, shape.hidden)}
-        sizes["down"] = (shape.hidden, shape.intermediate)
-        return [OnDisk(size, partial(self._remember, (layer, expert), part)) for part, size in sizes.items()]
+            gate_up, down = self.shape.views(block.tensor, layer)
+            return [*gate_up.split(layout.intermediate), down]
+        return [OnDisk(size, partial(self._remember, (layer, expert), part)) for part, size in layout.parts.items()]
 
     def _remember(self, key: tuple[int, int], part: str, name: str) -> None:
         assert self._checkpoint is not None
         location = self._checkpoint.location(name)
-        assert location is not None
-        self._files[key].parts[part] = location
+        self._files[key].parts[part] = name if location is None else location
+        if location is None:
+            return
         if location.path not in self._open:  # now: another file of that name may have other numbers later
             self._open[location.path] = _open_file(location.path)
         if location.dtype != self.shape.dtype:  # a miss allocates nothing
@@ -186,25 +205,30 @@ class ExpertStore:
         assert len(file.parts) == 3, "the loader has told where it is"
         while start < stop:
             end = min(stop, start + len(self._chunks[0].block.tensor))
-            chunk = self._chunks[self._turn]
-            self._turn = (self._turn + 1) % len(self._chunks)
+            chunk = self._chunks[self._next_chunk]
+            self._next_chunk = (self._next_chunk + 1) % len(self._chunks)
             if chunk.sent is not None:
                 self._stream.wait(chunk.sent)  # the buffer is still being read
             buffer = chunk.block.tensor[: end - start]
-            self._read(file, start, buffer)
+            self._read(layer, file, start, buffer)
             self._stream.copy(memory[start:end], buffer)
             chunk.sent = self._stream.mark_copies()
             start = end
 
-    def _read(self, file: _File, start: int, buffer: torch.Tensor) -> None:
+    def _read(self, layer: int, file: _File, start: int, buffer: torch.Tensor) -> None:
         """Numbers from `start` of the block [gate | up | down]; a chunk may reach over two of them."""
-        size = self.shape.hidden * self.shape.intermediate
-        for number, part in enumerate(("gate", "up", "down")):
-            first, last = max(start, number * size), min(start + len(buffer), (number + 1) * size)
+        begin = 0
+        for part, (rows, columns) in self.shape.layouts[layer].parts.items():
+            end = begin + rows * columns
+            first, last = max(start, begin), min(start + len(buffer), end)
             if first < last:
-                self._read_part(file.parts[part], first - number * size, buffer[first - start : last - start])
+                self._read_part(file.parts[part], first - begin, buffer[first - start : last - start])
+            begin = end
 
-    def _read_part(self, location: Location, start: int, buffer: torch.Tensor) -> None:
+    def _read_part(self, location: Location | str, start: int, buffer: torch.Tensor) -> None:
+        if isinstance(location, str):
+            buffer.copy_(self._in_our_layout(location)[start : start + len(buffer)])
+            return
         raw = buffer
         if location.dtype != buffer.dtype:
             raw = self._raw[: len(buffer) * location.dtype.itemsize].view(location.dtype)
@@ -223,6 +247,14 @@ class ExpertStore:
             raise ModelError(f"{location.path}: an expert cannot be read ({error.strerror})") from error
         if raw is not buffer:
             buffer.copy_(raw)
+
+    def _in_our_layout(self, name: str) -> torch.Tensor:
+        """All numbers of a tensor in our layout. Chunks of it follow each other, so the last one is kept."""
+        assert self._checkpoint is not None
+        if self._turned is None or self._turned[0] != name:
+            self._turned = None  # before the next is allocated
+            self._turned = name, self._checkpoint.read(name).flatten()
+        return self._turned[1]
 
     def close(self) -> None:
         """Copies must have ended: memory is unlocked here."""

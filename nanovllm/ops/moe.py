@@ -8,8 +8,14 @@ them as the probability does but is exact: implementations whose exp differs in 
 
     out[t, j] = weights[t, j] * down[s] @ (silu(gate_up[s, :I] @ x[t]) * (gate_up[s, I:] @ x[t])),    s = slots[t, j].
 
-A row whose slot is -1 is left as it was. S need not be the number of experts: gate_up and down may be the slots of one
-pool of memory, with any stride between them. Sums are fp32; the SiLU product is rounded to x.dtype, as is out.
+Low-rank experts (weights/expert_layout.py) are the same with other sizes and two additions:
+
+    x [T, 2K] where gate_up is [S, 2I, K]    gate reads the first half of a row, up the second
+    between [R, I], down [S, H, R]           silu(gate) * up is multiplied by `between`, the same for all, before down
+
+A row whose slot is -1 is left as it was. Rows of out have as many numbers as down has outputs. S need not be the number
+of experts: gate_up and down may be the slots of one pool of memory, with any stride between them. Sums are fp32; the
+SiLU product is rounded to x.dtype, as are its product with `between` and out.
 
 Several passes give the bits of one. Experts that do not fit a card are computed in turns: each pass gets the same x and
 weights and a `slots` with only some experts' pairs, the others -1. A result row depends on x[t], on its expert's
@@ -46,16 +52,19 @@ def expert_pairs(
     slots: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
+    *,
+    between: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    (num_tokens, top_k), hidden = slots.shape, x.shape[1]
-    out = x.new_empty(num_tokens, top_k, hidden) if out is None else out
-    rows = out.view(-1, hidden)
+    (num_tokens, top_k), out_size = slots.shape, down.shape[1]
+    out = x.new_empty(num_tokens, top_k, out_size) if out is None else out
+    rows = out.view(-1, out_size)
     order = slots.flatten().sort(stable=True).indices  # pairs by slot, those without one first
     counts = torch.bincount(slots.flatten() + 1, minlength=gate_up.shape[0] + 1).tolist()
     order, counts = order[counts[0] :], counts[1:]
     if len(order) == 0:
         return out
-    if _uses_grouped_mm(x, gate_up.shape[1] // 2):
+    is_split = x.shape[1] != gate_up.shape[2]
+    if not is_split and between is None and _uses_grouped_mm(x, gate_up.shape[1] // 2):
         ends = torch.tensor(counts).cumsum(0).int().to(x.device)
         active = silu_mul(F.grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends))
         found = F.grouped_mm(active, down.transpose(1, 2), offs=ends)
@@ -63,9 +72,20 @@ def expert_pairs(
         return out
     for slot, pairs in enumerate(order.split(counts)):
         if len(pairs):
-            active = silu_mul(linear(x[pairs // top_k], gate_up[slot]))
+            tokens = pairs // top_k
+            both = _split_linear(x, tokens, gate_up[slot]) if is_split else linear(x[tokens], gate_up[slot])
+            active = silu_mul(both)
+            active = active if between is None else linear(active, between)
             rows[pairs] = _weighted(linear(active, down[slot]), weights, pairs)
     return out
+
+
+def _split_linear(x: torch.Tensor, tokens: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """Each half is gathered into memory of its own: see the cache lines above."""
+    size = gate_up.shape[1]
+    assert x.shape[1] == 2 * size
+    halves = x[:, :size][tokens], x[:, size:][tokens]
+    return torch.cat([linear(half, weight) for half, weight in zip(halves, gate_up.chunk(2))], 1)
 
 
 def _weighted(found: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:

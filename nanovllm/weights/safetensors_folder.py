@@ -96,7 +96,7 @@ class SafetensorsFolder:
         shape = self.shape(name)
         file_name = self._file_of[name]
         if file_name not in self._locations:
-            self._locations[file_name] = _read_locations(self.path / file_name)
+            self._locations[file_name] = read_locations(self.path / file_name)
         found = self._locations[file_name].get(name)
         if found is None or found.num_bytes != math.prod(shape) * found.dtype.itemsize:
             raise ModelError(f"{self.path / file_name}: tensor {name} is not stored as plain numbers; convert it.")
@@ -175,7 +175,7 @@ def _open_shard(path: Path) -> Any:
         raise ModelError(f"{path}: not a whole safetensors file ({error}); get it again.") from error
 
 
-def _read_locations(path: Path) -> dict[str, Location]:
+def read_locations(path: Path) -> dict[str, Location]:
     """A safetensors file: the header's length (8 bytes, little-endian), the header (JSON), the data."""
     try:
         with path.open("rb") as file:

@@ -112,11 +112,11 @@ class Rig:
 
 
 def checked_ops(stream: CopyStream) -> Ops:
-    def expert_pairs(x, gate_up, down, slots, weights, out=None):
+    def expert_pairs(x, gate_up, down, slots, weights, out=None, **more):
         if isinstance(stream, LazyStream):
             for slot in set(slots.flatten().tolist()) - {-1}:
                 stream.note_read(gate_up[slot].data_ptr())
-        return PLAIN.expert_pairs(x, gate_up, down, slots, weights, out)
+        return PLAIN.expert_pairs(x, gate_up, down, slots, weights, out, **more)
 
     return replace(PLAIN, expert_pairs=expert_pairs)
 
@@ -137,7 +137,7 @@ def make_rig(
     for layer, (gate_up, down) in enumerate(reference):
         for expert in range(num_experts):
             if offload.store.in_memory(layer, expert):
-                for place, part in zip(offload.shape.views(offload.store.block(layer, expert)), (gate_up, down)):
+                for place, part in zip(offload.shape.views(offload.store.block(layer, expert), layer), (gate_up, down)):
                     place.copy_(part[expert])
     gates = [torch.randn(num_experts, HIDDEN, generator=generator).to(dtype) for _ in range(num_layers)]
     offload.watch_gates(gates)

@@ -54,7 +54,7 @@ def fill(store: ExpertStore, checkpoint) -> None:
 
 
 def make_store(checkpoint, num_in_memory: int, dtype=torch.float32) -> tuple[ExpertStore, LazyStream]:
-    shape = ExpertShape(tuple(range(LAYERS)), EXPERTS, HIDDEN, SIZE, dtype)
+    shape = ExpertShape.dense(tuple(range(LAYERS)), EXPERTS, HIDDEN, SIZE, dtype)
     stream = LazyStream()
     return ExpertStore(shape, CPU, stream, checkpoint, num_in_memory * shape.num_bytes + 1), stream
 
@@ -139,7 +139,7 @@ def test_dummy_weights_and_gguf_have_no_disk_tier(tmp_path) -> None:
 
 
 def test_no_limit_means_most_of_what_is_available(monkeypatch) -> None:
-    shape = ExpertShape((0,), 4, HIDDEN, SIZE, torch.float32)
+    shape = ExpertShape.dense((0,), 4, HIDDEN, SIZE, torch.float32)
     monkeypatch.setattr(store_module, "available_host_bytes", lambda: 5 * EXPERT_BYTES)
     ExpertStore(shape, CPU, LazyStream(), None)
     monkeypatch.setattr(store_module, "available_host_bytes", lambda: 4 * EXPERT_BYTES)

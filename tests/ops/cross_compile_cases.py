@@ -3,7 +3,6 @@
 Run as a script (`python cross_compile_cases.py 90 120 ...`) in a process of its own: a process that interprets Triton
 kernels cannot compile them. `test_cross_compile.py` runs it and judges the lines.
 """
-import itertools
 import json
 import os
 import sys
@@ -111,22 +110,25 @@ def gemv_case(dtype: str, rows: int, size: int, fused: bool):
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...]) -> dict:
-    """Both products of an expert as the rule cuts them for so many tokens: its tiles depend on shared memory."""
-    d, cases = f"*{dtype}", {}
-    for num_tokens, (hidden, size) in itertools.product(sizes, ((4096, 14336),)):
-        plan = moe_tiles.default_plan(num_tokens, moe_tiles.Shape(hidden, size, 2, DTYPES[dtype]), capability_of(arch))
+def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = False) -> dict:
+    """Both products of an expert as the rule cuts them for so many tokens: its tiles depend on shared memory. Of a
+    low-rank expert: gate and up that read halves, and the product between."""
+    d, cases, kind = f"*{dtype}", {}, " low-rank" if low_rank else ""
+    hidden, size, down = (1024, 14336, (4096, 1024)) if low_rank else (4096, 14336, None)
+    for num_tokens in sizes:
+        shape = moe_tiles.Shape(hidden, size, 2, DTYPES[dtype], down)
+        plan = moe_tiles.default_plan(num_tokens, shape, capability_of(arch))
         if plan.kind == "grouped":  # what the rule would take without PyTorch's product
             plan = moe_tiles.default_plan(num_tokens, moe_tiles.Shape(hidden, size, 2, torch.float16), (9, 0))
         for name, kernel, types, consts, tile in (
             ("gate_up", moe_gemm.gate_up_kernel, [d, d] + ["*i32"] * 3 + [d, "i32:16", "i32:16"],
-             {"SIZE": hidden, "OUT_SIZE": size, "TOP_K": 2}, plan.gate_up),
-            ("down", moe_gemm.down_kernel, [d, d] + ["*i32"] * 3 + ["*fp32", d, "i32:16"],
-             {"SIZE": size, "OUT_SIZE": hidden}, plan.down),
+             {"SIZE": hidden, "OUT_SIZE": size, "TOP_K": 2, "SPLIT": low_rank}, plan.gate_up),
+            ("down", moe_gemm.down_kernel, [d, d] + ["*i32"] * 3 + [d if low_rank else "*fp32", d, "i32:16"],
+             {"SIZE": size, "OUT_SIZE": hidden, "SHARED": low_rank}, plan.down),
         ):  # fmt: skip
             options = moe_gemm.launch_options(plan.block_m, consts["SIZE"], tile)
             stages = {"num_warps": options.pop("num_warps"), "num_stages": options.pop("num_stages")}
-            cases[f"moe_{name} {dtype} {num_tokens}"] = (
+            cases[f"moe_{name}{kind} {dtype} {num_tokens}"] = (
                 lambda arch, kernel=kernel, types=types, consts=consts | options, stages=stages:
                 compile_kernel(kernel, types, consts, arch, **stages)
             )  # fmt: skip
@@ -146,9 +148,13 @@ def moe_small_cases(dtype: str) -> dict:
         "moe_place": (moe_align.place_kernel, ints, place | {"COUNTED": True}, 8),
         "moe_place one": (moe_align.place_kernel, ints, place | {"COUNTED": False}, 8),
         "moe_gemv gate_up": (moe_gemv.gate_up_gemv_kernel, [d, d, "*i32", d, "i32:16", "i32:16"],
-                             {"SIZE": 4096, "OUT_SIZE": 14336, "TOP_K": 2} | blocks, 1),
+                             {"SIZE": 4096, "OUT_SIZE": 14336, "TOP_K": 2, "SPLIT": False} | blocks, 1),
+        "moe_gemv split": (moe_gemv.gate_up_gemv_kernel, [d, d, "*i32", d, "i32:16", "i32:16"],
+                           {"SIZE": 1024, "OUT_SIZE": 14336, "TOP_K": 2, "SPLIT": True} | blocks, 1),
         "moe_gemv down": (moe_gemv.down_gemv_kernel, [d, d, "*i32", "*fp32", d, "i32:16"],
-                          {"SIZE": 14336, "OUT_SIZE": 4096} | blocks, 1),
+                          {"SIZE": 14336, "OUT_SIZE": 4096, "SHARED": False} | blocks, 1),
+        "moe_gemv between": (moe_gemv.down_gemv_kernel, [d, d, "*i32", d, d, "i32:16"],
+                             {"SIZE": 14336, "OUT_SIZE": 1024, "SHARED": True} | blocks, 1),
         "moe_gather": (moe_grouped.gather_kernel, [d, "*i32", "*i32", d, "i32", "i32:16"],
                        {"SIZE": 4096, "TOP_K": 2, "TILE": 2048}, 4),
         "moe_scatter": (moe_grouped.scatter_kernel, [d, "*i32", "*i32", "*fp32", d, "i32"],
@@ -207,6 +213,7 @@ def cases_for(arch: int) -> dict:
     cases[f"decode 64 rows {half}"] = decode_case(half, 128, 64, 0, batch=64)
     cases["merge"] = merge_case(half)
     cases.update(moe_cases(half, arch, (3, 17, 65, 129, 513) if arch in (80, 90) else (17, 513)))
+    cases.update(moe_cases(half, arch, (513,), low_rank=True))
     if arch in (86, 89):  # the rest does not depend on shared memory, and 80 compiles it
         return cases
     cases.update(small_cases(half))

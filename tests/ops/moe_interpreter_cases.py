@@ -120,6 +120,48 @@ def test_several_passes_give_the_bits_of_one(plan):
     assert torch.equal(out, whole)
 
 
+def low_rank_pool(num_slots, rank, size, down):
+    first, second = 2 * size * rank, down[0] * down[1]
+    pool = torch.randn(num_slots, first + second + 8) * rank**-0.5
+    pool[:, first + second :] = float("nan")
+    return pool[:, :first].view(num_slots, 2 * size, rank), pool[:, first : first + second].view(num_slots, *down)
+
+
+@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE], ids=["gemv", "tiles", "wide"])
+@pytest.mark.parametrize(
+    ("rank", "size", "down", "rank2", "dtype"),
+    [(8, 20, (24, 16), 16, torch.float32), (24, 20, (8, 20), None, torch.float32), (32, 48, (16, 8), 8, torch.float16)],
+)
+def test_low_rank_experts(plan, rank, size, down, rank2, dtype):
+    """Against the twin, in one pass and in several with the experts elsewhere."""
+    num_tokens = 2 if plan is GEMV else 19
+    gate_up, down = (weight.to(dtype) for weight in low_rank_pool(6, rank, size, down))
+    between = None if rank2 is None else (torch.randn(rank2, size) * size**-0.5).to(dtype)
+    x = torch.randn(num_tokens, 2 * rank).to(dtype)
+    ids, weights = moe.route(torch.randn(num_tokens, 6), 2, True)
+    whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, plan=plan, between=between)
+    expected = moe.expert_pairs(x, gate_up, down, ids, weights, between=between)
+    torch.testing.assert_close(whole, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    elsewhere = torch.tensor([7, 2, 9, 0, 4, 5], dtype=torch.int32)
+    far_up, far_down = (weight.to(dtype) for weight in low_rank_pool(11, rank, size, down.shape[1:]))
+    far_up[elsewhere], far_down[elsewhere] = gate_up, down
+    out = torch.full_like(whole, float("nan"))
+    for experts in ([0], [5, 2], [1, 3, 4]):
+        slots = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
+        moe_experts.expert_pairs(x, far_up, far_down, slots, weights, out=out, plan=plan, between=between)
+    assert torch.equal(out, whole)
+
+
+def test_low_rank_experts_by_default_plans():
+    for num_tokens in (0, 2, 3, 17):
+        gate_up, down = low_rank_pool(4, 8, 20, (24, 16))
+        x, between = torch.randn(num_tokens, 16), torch.randn(16, 20)
+        ids, weights = moe.route(torch.randn(num_tokens, 4), 2, True)
+        got = moe_experts.expert_pairs(x, gate_up, down, ids, weights, between=between)
+        expected = moe.expert_pairs(x, gate_up, down, ids, weights, between=between)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 # ---- align ---------------------------------------------------------------------------------------------------------
 
 

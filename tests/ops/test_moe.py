@@ -105,6 +105,56 @@ def test_pairs_without_a_slot_and_repeats(dtype):
     assert empty.shape == (0, 2, 32)
 
 
+def low_rank_pool(num_slots, rank, size, down, dtype):
+    """(gate_up, down) as views of one pool whose slots have room for more."""
+    first, second = 2 * size * rank, down[0] * down[1]
+    pool = (torch.randn(num_slots, first + second + 24) * rank**-0.5).to(dtype)
+    return pool[:, :first].view(num_slots, 2 * size, rank), pool[:, first : first + second].view(num_slots, *down)
+
+
+LOW_RANK = [(16, 64, (8, 64), None), (16, 64, (40, 24), 24), (8, 40, (48, 16), 16), (24, 20, (7, 20), None)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rank", "size", "down", "rank2"), LOW_RANK)
+def test_low_rank_experts_read_halves_and_multiply_between(dtype, rank, size, down, rank2):
+    gate_up, down = low_rank_pool(5, rank, size, down, dtype)
+    between = None if rank2 is None else (torch.randn(rank2, size) * size**-0.5).to(dtype)
+    x, weights = torch.randn(4, 2 * rank).to(dtype), torch.rand(4, 2)
+    slots = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
+    out = torch.full((4, 2, down.shape[1]), 7.0, dtype=dtype)
+    assert moe.expert_pairs(x, gate_up, down, slots, weights, out, between=between) is out
+    assert (out[slots < 0] == 7.0).all()
+    for t, j in torch.nonzero(slots >= 0).tolist():
+        gate, up = gate_up[slots[t, j]].float().chunk(2)
+        active = torch.nn.functional.silu(gate @ x[t, :rank].float()) * (up @ x[t, rank:].float())
+        active = active if between is None else between.float() @ active
+        expected = weights[t, j] * (down[slots[t, j]].float() @ active)
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
+        torch.testing.assert_close(out[t, j].float(), expected, rtol=tolerance, atol=tolerance)
+    empty = moe.expert_pairs(x[:0], gate_up, down, slots[:0], weights[:0], between=between)
+    assert empty.shape == (0, 2, down.shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rank", "size", "sizes", "rank2"), LOW_RANK)
+@pytest.mark.parametrize("num_tokens", [1, 2, 37, 150])
+def test_several_passes_over_low_rank_experts_give_the_bits_of_one(dtype, rank, size, sizes, rank2, num_tokens):
+    gate_up, down = low_rank_pool(8, rank, size, sizes, dtype)
+    between = None if rank2 is None else (torch.randn(rank2, size) * size**-0.5).to(dtype)
+    x = torch.randn(num_tokens, 2 * rank).to(dtype)
+    ids, weights = moe.route(torch.randn(num_tokens, 8), 2, True)
+    whole = moe.expert_pairs(x, gate_up.contiguous(), down.contiguous(), ids, weights, between=between)
+    elsewhere = torch.tensor([9, 2, 10, 0, 4, 5, 1, 7])
+    far_up, far_down = low_rank_pool(11, rank, size, sizes, dtype)
+    far_up[elsewhere], far_down[elsewhere] = gate_up, down
+    out = torch.full_like(whole, float("nan"))
+    for some in ([0], [6, 2], [], [1, 3, 4], [5, 7]):
+        slots = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
+        moe.expert_pairs(x, far_up, far_down, slots, weights, out=out, between=between)
+    assert torch.equal(out, whole)
+
+
 def test_sum_pairs_rounds_once():
     pairs = torch.tensor([[[256.0], [1.0], [1.0]]], dtype=torch.bfloat16)  # 257 is not a bf16, 258 is
     assert moe.sum_pairs(pairs).item() == 258.0
@@ -135,6 +185,25 @@ def test_the_grouped_product_is_for_hopper_and_bf16():
                         (Shape(2048, 768, 8, torch.bfloat16), HOPPER)]:  # fmt: skip
         assert not moe_tiles.uses_grouped(16384, shape, arch)
     assert moe_tiles.uses_grouped(16384, MIXTRAL, HOPPER)
+
+
+def test_low_rank_experts_have_plans_of_their_own():
+    """No grouped product, no entries that were measured of dense experts, and a second product of other sizes."""
+    low_rank = Shape(1024, 14336, 2, torch.bfloat16, (4096, 1024))
+    assert not moe_tiles.uses_grouped(16384, low_rank, HOPPER)
+    assert moe_tiles.default_plan(16384, low_rank, HOPPER).kind == "tiles"
+    small = Shape(1024, 14336, 2, torch.bfloat16, (4096, 256))
+    assert moe_tiles.default_plan(1, small, HOPPER).down.block_k == 256
+
+
+@pytest.mark.parametrize("arch", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_stages_of_low_rank_experts_fit_the_shared_memory(arch):
+    limit = moe_tiles.SHARED.get(arch, moe_tiles.LEAST_SHARED)
+    for num_tokens in (3, 17, 65, 129, 513):
+        plan = moe_tiles.default_plan(num_tokens, Shape(1024, 14336, 2, torch.float16, (4096, 1024)), arch)
+        tile = plan.gate_up
+        assert tile.num_stages * 2 * (plan.block_m + tile.block_n) * tile.block_k * 2 <= limit
+        assert tile.num_stages >= 2
 
 
 @pytest.mark.parametrize("arch", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

@@ -4,14 +4,17 @@
     decode, small steps  tiles     align, gate + up + SiLU, down + router weight
     large prefill        grouped   align, gather, PyTorch's product, SiLU, product, scatter (Hopper, bf16)
 
+Low-rank experts (a split x, a product `between`) take the first two only.
+
 Shapes of all buffers and grids follow from T, k and S, nothing waits for the host: every path can be captured. The rows
 of an expert are computed alike whatever other pairs are in the call, since T and not the pairs choose the plan.
 """
 import torch
 
+from nanovllm.ops.triton.gemv import choose_block
 from nanovllm.ops.triton.moe_align import align
-from nanovllm.ops.triton.moe_gemm import down_gemm, gate_up_gemm
-from nanovllm.ops.triton.moe_gemv import down_gemv, gate_up_gemv
+from nanovllm.ops.triton.moe_gemm import between_gemm, down_gemm, gate_up_gemm
+from nanovllm.ops.triton.moe_gemv import between_gemv, down_gemv, gate_up_gemv
 from nanovllm.ops.triton.moe_grouped import grouped_pairs
 from nanovllm.ops.triton.moe_tiles import Plan, Shape, choose_plan
 
@@ -24,19 +27,30 @@ def expert_pairs(
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
     plan: Plan | None = None,
+    *,
+    between: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, H], gate_up [S, 2I, H], down [S, H, I], slots int32 [T, k], weights float32 [T, k] -> out [T, k, H]."""
-    (num_tokens, hidden), (num_slots, top_k), size = x.shape, (gate_up.shape[0], slots.shape[1]), down.shape[2]
-    out = torch.empty((num_tokens, top_k, hidden), dtype=x.dtype, device=x.device) if out is None else out
+    """x [T, H], gate_up [S, 2I, H], down [S, H, I], slots int32 [T, k], weights float32 [T, k] -> out [T, k, H]; for
+    low-rank experts as in `ops/moe.py`."""
+    (num_slots, twice, columns), (num_tokens, top_k), size = gate_up.shape, slots.shape, down.shape[2]
+    is_split = x.shape[1] != columns
+    out = torch.empty((num_tokens, top_k, down.shape[1]), dtype=x.dtype, device=x.device) if out is None else out
     if num_tokens == 0:
         return out
     assert x.stride(1) == 1
-    assert gate_up.stride()[1:] == (hidden, 1)
+    assert x.shape[1] == columns * (1 + is_split)
+    assert gate_up.stride()[1:] == (columns, 1)
     assert down.stride()[1:] == (size, 1)
+    assert between is None or (between.is_contiguous() and between.shape == (size, twice // 2))
     assert all(tensor.is_contiguous() for tensor in (slots, weights, out))
-    plan = plan or choose_plan(num_tokens, Shape(hidden, size, top_k, x.dtype), x.device)
+    if plan is None:
+        is_low_rank = is_split or between is not None
+        sizes = (down.shape[1], size) if is_low_rank else None
+        plan = choose_plan(num_tokens, Shape(columns, twice // 2, top_k, x.dtype, sizes), x.device)
     if plan.kind == "gemv":
         active = gate_up_gemv(x, gate_up, slots, (plan.gate_up.block_n, plan.gate_up.block_k))
+        if between is not None:
+            active = between_gemv(active, between, slots, choose_block(1, twice // 2, size, False))
         down_gemv(active, down, slots, weights, out, (plan.down.block_n, plan.down.block_k))
         return out
     rows = align(slots, num_slots, plan.block_m)
@@ -44,5 +58,7 @@ def expert_pairs(
         grouped_pairs(x, gate_up, down, rows, weights, out)
         return out
     active = gate_up_gemm(x, gate_up, rows, top_k, plan.block_m, plan.gate_up)
+    if between is not None:
+        active = between_gemm(active, between, rows, plan.block_m, plan.down)
     down_gemm(active, down, rows, weights, out, plan.block_m, plan.down)
     return out

@@ -3,6 +3,9 @@
 GEMM 1:  active[i] = silu(gate[s] @ x[t]) * (up[s] @ x[t])      rows gathered from x, written in sorted order
 GEMM 2:  out[pair] = weights[pair] * (down[s] @ active[i])       sorted rows read, scattered to their pairs
 
+Low-rank experts (`ops/moe.py`): with SPLIT, `up` reads the second half of a row of x. With SHARED, GEMM 2 is the
+product that stands between the two: one weight for all slots, no router's weight, rows stay in sorted order.
+
 where sorted position i holds `pair` = order[i], of token t = pair // k and slot s. GEMM 1 keeps a tile of gate and the
 same tile of up in registers, so the [pairs, 2I] product never reaches memory; GEMM 2 applies the router's weight in
 fp32, and as no two pairs share an output the k results of a token are added later in a fixed order (`sum_pairs`).
@@ -67,7 +70,7 @@ def _load_rows(ptrs, k, valid, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["order_ptr", "blocks_ptr"])
 def gate_up_kernel(
     x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, out_ptr, x_stride, slot_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.load(num_blocks_ptr)
@@ -89,6 +92,8 @@ def gate_up_kernel(
             k = start + tl.arange(0, BLOCK_K)
             x = _load_rows(x_ptrs, k, valid, SIZE, BLOCK_K)
             gate += dot(x, _load_tile(gate_ptrs, k, SIZE, BLOCK_K, STREAM))
+            if SPLIT:
+                x = _load_rows(x_ptrs + SIZE, k, valid, SIZE, BLOCK_K)
             up += dot(x, _load_tile(up_ptrs, k, SIZE, BLOCK_K, STREAM))
         active = gate / (1.0 + tl.exp(-gate)) * up
         out_ptrs = out_ptr + row.to(tl.int64)[:, None] * OUT_SIZE + n[None, :]
@@ -98,7 +103,7 @@ def gate_up_kernel(
 @triton.jit(do_not_specialize_on_alignment=["order_ptr", "blocks_ptr", "weights_ptr"])
 def down_kernel(
     x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, weights_ptr, out_ptr, slot_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.load(num_blocks_ptr)
@@ -108,8 +113,11 @@ def down_kernel(
         slot = tl.load(blocks_ptr + block * 3).to(tl.int64)
         row = tl.load(blocks_ptr + block * 3 + 1) + tl.arange(0, BLOCK_M)
         valid = row < tl.load(blocks_ptr + block * 3 + 2)
-        pair = tl.load(order_ptr + row, mask=valid, other=0)
-        share = tl.load(weights_ptr + pair, mask=valid, other=0.0)
+        if SHARED:
+            slot = slot * 0
+            target = row
+        else:
+            target = tl.load(order_ptr + row, mask=valid, other=0)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         weight_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
         x_ptrs = x_ptr + row.to(tl.int64)[:, None] * SIZE
@@ -118,20 +126,21 @@ def down_kernel(
             k = start + tl.arange(0, BLOCK_K)
             x = _load_rows(x_ptrs, k, valid, SIZE, BLOCK_K)
             total += dot(x, _load_tile(weight_ptrs, k, SIZE, BLOCK_K, STREAM))
-        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * OUT_SIZE + n[None, :]
-        total = (share[:, None] * total).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptrs, total, mask=valid[:, None] & (n < OUT_SIZE)[None, :])
+        if not SHARED:
+            total *= tl.load(weights_ptr + target, mask=valid, other=0.0)[:, None]
+        out_ptrs = out_ptr + target.to(tl.int64)[:, None] * OUT_SIZE + n[None, :]
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < OUT_SIZE)[None, :])
 
 
 def gate_up_gemm(
     x: torch.Tensor, weight: torch.Tensor, rows: Alignment, top_k: int, block_m: int, tile: Tile
 ) -> torch.Tensor:
-    """x [T, H], weight [S, 2I, H] -> [T * k, I] in sorted order."""
-    size, out_size = x.shape[1], weight.shape[1] // 2
+    """x [T, H] or [T, 2H], weight [S, 2I, H] -> [T * k, I] in sorted order."""
+    size, out_size = weight.shape[2], weight.shape[1] // 2
     out = torch.empty((len(rows.order), out_size), dtype=x.dtype, device=x.device)
     gate_up_kernel[_grid(rows, out_size, tile, x.device)](
         x, weight, rows.order, rows.blocks, rows.num_blocks, out, x.stride(0), weight.stride(0),
-        SIZE=size, OUT_SIZE=out_size, TOP_K=top_k, **launch_options(block_m, size, tile),
+        SIZE=size, OUT_SIZE=out_size, TOP_K=top_k, SPLIT=x.shape[1] != size, **launch_options(block_m, size, tile),
     )  # fmt: skip
     return out
 
@@ -149,8 +158,22 @@ def down_gemm(
     out_size, size = weight.shape[1:]
     down_kernel[_grid(rows, out_size, tile, active.device)](
         active, weight, rows.order, rows.blocks, rows.num_blocks, weights, out, weight.stride(0),
-        SIZE=size, OUT_SIZE=out_size, **launch_options(block_m, size, tile),
+        SIZE=size, OUT_SIZE=out_size, SHARED=False, **launch_options(block_m, size, tile),
     )  # fmt: skip
+
+
+def between_gemm(
+    active: torch.Tensor, weight: torch.Tensor, rows: Alignment, block_m: int, tile: Tile
+) -> torch.Tensor:
+    """active [T * k, I] and weight [R, I] -> [T * k, R], both in sorted order. Not one product over all rows: those
+    of pairs without a slot were never written, and where a row stands would be another matter of the library's."""
+    out_size, size = weight.shape
+    out = torch.empty((len(active), out_size), dtype=active.dtype, device=active.device)
+    down_kernel[_grid(rows, out_size, tile, active.device)](
+        active, weight, rows.order, rows.blocks, rows.num_blocks, active, out, 0,
+        SIZE=size, OUT_SIZE=out_size, SHARED=True, **launch_options(block_m, size, tile),
+    )  # fmt: skip
+    return out
 
 
 def _grid(rows: Alignment, out_size: int, tile: Tile, device: torch.device) -> tuple[int]:

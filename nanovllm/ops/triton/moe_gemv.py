@@ -8,7 +8,7 @@ twice: 128 KB. The down product, 4096 outputs of 14336 columns for two experts, 
 card: enough without cutting K, so the order of every sum is fixed.
 
 The pair is the fastest index of the grid: two tokens that want the same expert read the same rows at the same time, and
-the second reading comes from the L2 cache.
+the second reading comes from the L2 cache. SPLIT and SHARED: as in `moe_gemm.py`.
 """
 import torch
 import triton
@@ -40,7 +40,8 @@ def _load(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def gate_up_gemv_kernel(
     x_ptr, weight_ptr, slots_ptr, out_ptr, x_stride, slot_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
@@ -59,6 +60,8 @@ def gate_up_gemv_kernel(
         u = _load(up_ptrs, k, SIZE, BLOCK_K)
         x = tl.load(x_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)[None, :]
         gate += tl.sum(g * x, axis=1)
+        if SPLIT:
+            x = tl.load(x_ptr + SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32)[None, :]
         up += tl.sum(u * x, axis=1)
     active = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + pair * OUT_SIZE + n, active.to(out_ptr.dtype.element_ty), mask=n < OUT_SIZE)
@@ -67,26 +70,31 @@ def gate_up_gemv_kernel(
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "weights_ptr"])
 def down_gemv_kernel(
     x_ptr, weight_ptr, slots_ptr, weights_ptr, out_ptr, slot_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
     if slot < 0:
         return
-    share = tl.load(weights_ptr + pair)
+    if SHARED:
+        slot = slot * 0
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[:, None] * SIZE
     total = _row_product(x_ptr + pair * SIZE, weight_ptrs, SIZE, BLOCK_N, BLOCK_K)
-    tl.store(out_ptr + pair * OUT_SIZE + n, (share * total).to(out_ptr.dtype.element_ty), mask=n < OUT_SIZE)
+    if not SHARED:
+        total *= tl.load(weights_ptr + pair)
+    tl.store(out_ptr + pair * OUT_SIZE + n, total.to(out_ptr.dtype.element_ty), mask=n < OUT_SIZE)
 
 
 def gate_up_gemv(x: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """x [T, H], weight [S, 2I, H], slots [T, k] -> [T * k, I], silu(gate) * up; rows without a slot are not written."""
-    size, out_size = x.shape[1], weight.shape[1] // 2
+    """x [T, H] or [T, 2H], weight [S, 2I, H], slots [T, k] -> [T * k, I], silu(gate) * up; rows without a slot are not
+    written."""
+    size, out_size = weight.shape[2], weight.shape[1] // 2
     out = torch.empty((slots.numel(), out_size), dtype=x.dtype, device=x.device)
     gate_up_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
         x, weight, slots, out, x.stride(0), weight.stride(0),
-        SIZE=size, OUT_SIZE=out_size, TOP_K=slots.shape[1], BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
+        SIZE=size, OUT_SIZE=out_size, TOP_K=slots.shape[1], SPLIT=x.shape[1] != size,
+        BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
     )  # fmt: skip
     return out
 
@@ -103,5 +111,18 @@ def down_gemv(
     out_size, size = weight.shape[1:]
     down_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
         active, weight, slots, weights, out, weight.stride(0),
-        SIZE=size, OUT_SIZE=out_size, BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
+        SIZE=size, OUT_SIZE=out_size, SHARED=False, BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
     )  # fmt: skip
+
+
+def between_gemv(
+    active: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor, block: tuple[int, int]
+) -> torch.Tensor:
+    """active [T * k, I], weight [R, I] -> [T * k, R]; rows without a slot are not written."""
+    out_size, size = weight.shape
+    out = torch.empty((slots.numel(), out_size), dtype=active.dtype, device=active.device)
+    down_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
+        active, weight, slots, active, out, 0,
+        SIZE=size, OUT_SIZE=out_size, SHARED=True, BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
+    )  # fmt: skip
+    return out

@@ -59,6 +59,7 @@ class Shape:
     size: int  # intermediate size of one expert
     top_k: int
     dtype: torch.dtype
+    down: tuple[int, int] | None = None  # low-rank experts: outputs and columns of the second product
 
 
 def choose_plan(num_tokens: int, shape: Shape, device: torch.device) -> Plan:
@@ -108,16 +109,18 @@ def default_plan(num_tokens: int, shape: Shape, arch: tuple[int, int]) -> Plan:
     else:
         plan = Plan("tiles", 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
     limit = SHARED.get(arch, LEAST_SHARED)
-    gate_up, down = fit(plan.gate_up, plan.block_m, 2, limit), fit(plan.down, plan.block_m, 1, limit)
+    rows = plan.block_m * (1 if shape.down is None else 2)  # low-rank: gate and up read rows of their own
+    gate_up, down = fit(plan.gate_up, rows, 2, limit), fit(plan.down, plan.block_m, 1, limit)
     return Plan("tiles", plan.block_m, gate_up, down)
 
 
 def _gemv_plan(shape: Shape) -> Plan:
     """Many choices mean many experts: few tokens then hardly ever meet at one. Small experts want two outputs a warp
     (Qwen3-30B-A3B, one token: 15.5 + 9.1 us against 17.0 + 12.8)."""
-    blocks = choose_block(1, shape.hidden, shape.size, True), choose_block(1, shape.size, shape.hidden, False)
+    outputs, columns = shape.down or (shape.hidden, shape.size)
+    blocks = choose_block(1, shape.hidden, shape.size, True), choose_block(1, columns, outputs, False)
     if shape.size <= 1024:
-        blocks = (2, min(1024, next_power_of_2(shape.hidden))), (2, min(512, next_power_of_2(shape.size)))
+        blocks = (2, min(1024, next_power_of_2(shape.hidden))), (2, min(512, next_power_of_2(columns)))
     return Plan("gemv", 1, *(Tile(*block, 1, 1) for block in blocks))
 
 
@@ -125,7 +128,9 @@ def uses_grouped(num_tokens: int, shape: Shape, arch: tuple[int, int]) -> bool:
     """PyTorch's grouped product beats our tiles on Hopper where there are many rows of large experts (torch 2.11, one
     layer, TFLOP/s, tiles / grouped: Mixtral with 2,048 tokens 516 / 510, 4,096 551 / 611, 8,192 562 / 625; but
     Qwen3-30B-A3B with 8,192 tokens 491 / 416). Elsewhere it takes other dtypes or asks the host for the sizes of the
-    groups, which a captured graph cannot. It wants rows of whole 16 bytes."""
+    groups, which a captured graph cannot. It wants rows of whole 16 bytes, and gate and up to read the same ones."""
+    if shape.down is not None:
+        return False
     whole = shape.hidden % 8 == 0 and shape.size % 8 == 0 and shape.size >= GROUPED_SIZE
     return arch == (9, 0) and shape.dtype == torch.bfloat16 and whole and num_tokens * shape.top_k >= GROUPED_PAIRS
 
@@ -158,8 +163,8 @@ def sizes_to_warm(max_tokens: int, shape: Shape, device: torch.device) -> list[i
 
 @functools.cache
 def _entries(shape: Shape, device: torch.device) -> tuple[tuple[int, Plan], ...]:
-    """(max_tokens, plan) of this shape on this card, in the order of tokens."""
-    if device.type != "cuda":
+    """(max_tokens, plan) of this shape on this card, in the order of tokens. None were measured of low-rank experts."""
+    if device.type != "cuda" or shape.down is not None:
         return ()
     key = (torch.cuda.get_device_name(device), shape.hidden, shape.size, shape.top_k, shape.dtype.itemsize)
     found = [(tokens, plan) for entry_key, tokens, plan in read_table(TABLE) if entry_key == key]

@@ -1,0 +1,60 @@
+"""Whether a model runs with low-rank experts: a folder beside its weights in, what the executor must know of it out.
+
+The folder is used if it is there; it is never ignored silently. One of other weights, of another version or with
+something missing is refused with the way out (weights/svd_folder.py), and NANOVLLM_DISABLE_SVD=1 turns it off.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.model_config import ModelConfig
+from nanovllm.moe.layer import MakeExperts
+from nanovllm.moe.lowrank import resident_experts
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.expert_layout import ExpertLayout, layouts_of
+from nanovllm.weights.svd_checkpoint import SvdCheckpoint, find_svd_folder, read_svd_metadata
+from nanovllm.weights.svd_folder import SvdMetadata
+
+logger = logging.getLogger("nanovllm")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    folder: Path
+    metadata: SvdMetadata
+    layouts: tuple[ExpertLayout, ...]
+    checkpoint: Checkpoint  # the model's, with these experts
+
+    @property
+    def resident(self) -> MakeExperts:
+        return resident_experts(dict(zip(self.metadata.layer_ids, self.layouts)))
+
+    def describe(self) -> dict[str, Any]:
+        metadata = self.metadata
+        return {
+            "format": "low-rank", "folder": str(self.folder), "method": metadata.method, "mode": metadata.mode,
+            "ranks": metadata.ranks, "w2_modes": metadata.w2_modes, "kept": metadata.kept,
+        }  # fmt: skip
+
+
+def open_low_rank(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> LowRank | None:
+    folder = None if model.moe is None else find_svd_folder(checkpoint.path)
+    if folder is None:
+        return None
+    if config.load_format == "dummy":  # sizes alone: neither the model's weights nor these need be there
+        metadata, files = read_svd_metadata(folder, model), checkpoint
+    else:
+        files = SvdCheckpoint(checkpoint, folder, model)
+        metadata = files.metadata
+        if not files.has_teacher:
+            logger.warning("%s: the model's own experts are not there to compare with: taken on trust", folder)
+    logger.info("[ModelRunner] Using SVD Expert Manager from %s", folder)
+    if metadata.mode == "private":
+        logger.warning("%s: experts with factors of their own (mode private) are multiplied out when they are loaded: "
+                       "they take as much memory as the model's own", folder)  # fmt: skip
+    return LowRank(folder, metadata, layouts_of(metadata), files)

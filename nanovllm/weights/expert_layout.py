@@ -1,0 +1,88 @@
+"""How one layer's experts lie in memory: the sizes of [gate | up | down], dense or low-rank. No torch here.
+
+A low-rank expert (weights/svd_folder.py) is to the kernels an expert of other sizes. With K for the rank of w1 and w3:
+
+    dense        gate, up [I, H]    down [H, I]       reads x                writes y
+    "input"      gate, up [I, K]    down [H, r2]      reads z = x [U1 | U3]  multiplies silu(gate) * up by U2 first
+    "output"     gate, up [I, K]    down [r2, I]      reads z                writes r2 numbers; U2 follows their sum
+
+What all experts of a layer share is small and stays on the device: u13 = [U1 | U3]^T [2K, H] and u2, as [r2, I] = U2^T
+("input") or [H, r2] = U2 ("output").
+
+Ranks are rounded up to RANK_STEP with zeros, and K is the larger of two ranks: rows of 16-bit numbers then begin at
+whole 16 bytes, which is what a GPU loads at once, and layers of similar ranks share compiled kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanovllm.weights.svd_folder import SvdMetadata
+
+RANK_STEP = 8
+GATE, UP, DOWN = "gate", "up", "down"
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    hidden: int
+    intermediate: int
+    columns: int  # K: numbers that gate and up read
+    rank2: int = 0  # 0: dense
+    side: str = ""  # of w2: "input", "output"
+
+    @classmethod
+    def dense(cls, hidden: int, intermediate: int) -> ExpertLayout:
+        return cls(hidden, intermediate, hidden)
+
+    @property
+    def is_low_rank(self) -> bool:
+        return self.side != ""
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """In the order in which they lie."""
+        down = {"": (self.hidden, self.intermediate), "input": (self.hidden, self.rank2)}
+        gate = (self.intermediate, self.columns)
+        return {GATE: gate, UP: gate, DOWN: down.get(self.side, (self.rank2, self.intermediate))}
+
+    @cached_property
+    def shared(self) -> dict[str, tuple[int, int]]:
+        if not self.is_low_rank:
+            return {}
+        u2 = (self.rank2, self.intermediate) if self.side == "input" else (self.hidden, self.rank2)
+        return {"u13": (2 * self.columns, self.hidden), "u2": u2}
+
+    @property
+    def out_size(self) -> int:
+        """Numbers that an expert gives for a token."""
+        return self.parts[DOWN][0]
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(rows * columns for rows, columns in self.parts.values())
+
+    @cached_property
+    def shared_numel(self) -> int:
+        return sum(rows * columns for rows, columns in self.shared.values())
+
+
+def padded(rank: int) -> int:
+    return -(-rank // RANK_STEP) * RANK_STEP
+
+
+def layouts_of(metadata: SvdMetadata) -> tuple[ExpertLayout, ...]:
+    """Of the sparse layers, in order. Experts with a U of their own (mode private) are multiplied out when they are
+    loaded, so no bytes are saved: x U would differ from expert to expert, and there is no kernel for that."""
+    hidden, size = metadata.hidden_size, metadata.intermediate_size
+    if metadata.mode == "private":
+        return (ExpertLayout.dense(hidden, size),) * len(metadata.layer_ids)
+    layouts = []
+    for layer in metadata.layer_ids:
+        ranks = metadata.ranks[layer]
+        columns, rank2 = padded(max(ranks["w1"], ranks["w3"])), padded(ranks["w2"])
+        layouts.append(ExpertLayout(hidden, size, columns, rank2, metadata.w2_modes[layer]))
+    return tuple(layouts)
