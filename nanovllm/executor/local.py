@@ -100,7 +100,11 @@ class LocalExecutor:
         layouts = experts = None
         if self.low_rank is not None:
             checkpoint, layouts, experts = self.low_rank.checkpoint, self.low_rank.layouts, self.low_rank.resident
-        self._refuse_on_ranks(config)
+        if self.low_rank is not None and self.parallel.size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.parallel.size}: low-rank experts run on one rank; use 1, or set "
+                f"NANOVLLM_DISABLE_SVD=1"
+            )
         if model_config.moe is not None and self.parallel.size == 1:
             tiers = size_experts(config, model_config, self.device, self.dtype, dataclasses.astuple(limits), layouts)
             if tiers.placement == "offload" and config.load_format != "dummy":
@@ -131,16 +135,6 @@ class LocalExecutor:
         self.layout = layout
         with logged("cache allocated and graphs captured"):
             self.runner = self._make_runner(config, model, max_model_len, max_num_batched_tokens)
-
-    def _refuse_on_ranks(self, config: EngineConfig) -> None:
-        """Several ranks hold all their experts, dense: each a share of every one."""
-        offload = config.expert_placement == "offload" or config.expert_cache_gb is not None
-        if self.parallel.size > 1 and (offload or self.low_rank is not None):
-            what = "offloaded" if offload else "low-rank"
-            raise ConfigError(
-                f"tensor_parallel_size={self.parallel.size}: {what} experts run on one rank; use 1, or "
-                + ("leave expert_placement and expert_cache_gb out" if offload else "set NANOVLLM_DISABLE_SVD=1")
-            )
 
     def _load(self, config: EngineConfig, model: Transformer, checkpoint: Checkpoint) -> None:
         places = None if self.offload is None else self.offload.places()

@@ -22,7 +22,7 @@ import torch
 
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
-from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.errors import ConfigError, EngineDeadError, NanoVLLMError
 from nanovllm.executor.local import LocalExecutor, StepLimits
 from nanovllm.executor.model_runner import InFlight
 from nanovllm.executor.wire import encode_plan, receive, send
@@ -70,6 +70,15 @@ def start_worker(rank: int) -> Worker:
     return Worker(rank, process, here)
 
 
+def refuse_offload(config: EngineConfig) -> None:
+    """Several ranks hold all their experts, each a share of every one."""
+    if config.expert_placement == "offload" or config.expert_cache_gb is not None:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: offloaded experts run on one rank; use 1, or leave "
+            f"expert_placement and expert_cache_gb out"
+        )
+
+
 def check_sizes(config: ModelConfig, size: int) -> None:
     """A model that does not divide by so many ranks is refused before any of them is started."""
     build = Build(torch.float32, torch.device("meta"), PLAIN, Parallel(0, size))
@@ -82,6 +91,7 @@ class MultiprocessExecutor:
         limits: StepLimits,
     ) -> None:  # fmt: skip
         size, timeout = config.tensor_parallel_size, config.worker_timeout
+        refuse_offload(config)
         check_sizes(model_config, size)
         self._dead: str | None = None
         self._workers: list[Worker] = []

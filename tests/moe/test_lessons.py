@@ -162,12 +162,13 @@ def test_eviction_moves_nothing_and_the_host_waits_once_a_layer(tier: str, monke
 # ---- lesson 34 -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["auto", "resident", "offload"])
+@pytest.mark.parametrize("options", [{"expert_placement": "offload"}, {"expert_cache_gb": 0.01}], ids=str)
 @pytest.mark.parametrize("size", [2, 8])
-def test_several_ranks_are_refused_and_not_another_model(placement: str, size: int) -> None:
-    """Lesson 34: tensor_parallel_size > 1 with Mixtral silently built another architecture."""
-    with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}: .*one rank; use 1"):
-        LLM(str(TRAINED), device="cpu", expert_placement=placement, tensor_parallel_size=size)
+def test_offloading_on_several_ranks_is_refused_and_not_another_model(options: dict[str, Any], size: int) -> None:
+    """Lesson 34: tensor_parallel_size > 1 with Mixtral silently built another architecture. Resident experts on several
+    ranks give the tokens of one: tests/parallel/test_multiprocess.py."""
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}: offloaded experts run on one rank; use 1"):
+        LLM(str(TRAINED), device="cpu", tensor_parallel_size=size, **options)
 
 
 @pytest.mark.parametrize("tier", TIERS)

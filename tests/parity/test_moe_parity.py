@@ -96,8 +96,8 @@ def test_what_the_config_says_is_not_ignored(tiny: Tiny, name: str, changes: dic
 
 def test_mixtral_on_two_ranks_is_refused_and_not_another_model(tiny: Tiny) -> None:
     """Lesson 34: with tensor_parallel_size > 1 a Mixtral silently became another architecture."""
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2"):
-        engine(tiny("mixtral").path, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=7"):
+        engine(tiny("mixtral").path, tensor_parallel_size=7)
 
 
 def test_the_fused_layout_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
