@@ -1,4 +1,4 @@
-"""The `nanovllm` command: generate, chat, bench, info, plan.
+"""The `nanovllm` command: generate, chat, bench, info, plan, compress.
 
 torch is imported inside commands only, so that help and mistakes answer at once. An error raised on purpose is one
 line on stderr and exit code 2; NANOVLLM_DEBUG=1 shows where it came from.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli.benches import bench
+from nanovllm.cli.compress import compress
 from nanovllm.cli.options import ENGINE, SAMPLING, with_options
 from nanovllm.cli.plan import PLAN, PlanOptions, make_plan, plan_record, show_plan
 from nanovllm.cli.stream import InOrder, Speed, encode, note, run_requests
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench)
+app.add_typer(compress)
 
 SystemOption = Annotated[str | None, typer.Option(help="An instruction that comes before the conversation.")]
 

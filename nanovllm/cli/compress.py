@@ -1,0 +1,166 @@
+"""The commands of `nanovllm compress`: pca, calibrate, distill, report. scripts/*.py are the same under older names."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanovllm.cli.options import OptionGroup, with_options
+from nanovllm.compress.options import Options
+from nanovllm.errors import ConfigError
+
+compress = typer.Typer(
+    name="compress",
+    help="Low-rank experts: a smaller mixture of experts, the loss measured. Order: calibrate, report, distill.",
+    no_args_is_help=True,
+)
+
+ModelPath = Annotated[Path, typer.Option(help="The model's folder (or .gguf file).")]
+CalibPath = Annotated[Path, typer.Option(help="A folder made by `calibrate`.")]
+Rank = Annotated[int, typer.Option(help="Directions kept on the hidden side. Of 4,096, 256 keeps 6 %: expect ruin.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto = that of the model.")]
+DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or a GPU.")]
+OutputDir = Annotated[Path | None, typer.Option(help="Default: svd_experts in the model's folder, where it is found.")]
+W2Mode = Annotated[str, typer.Option("--w2-mode", help="Side of w2's U: input or output (auto).")]
+TextFile = Annotated[Path, typer.Option(help="Plain text that nothing was fitted to.")]
+
+FITTING = OptionGroup(
+    title="Fitting",
+    of=Options,
+    build=lambda values: Options(**values),
+    skipped=frozenset({"method"}),
+    help={
+        "rank": "Directions kept on the hidden side. Of 4,096, 256 keeps 6 %: expect ruin.",
+        "target_ratio": "Instead of --rank: share of the experts' bytes to keep; ranks by predicted loss.",
+        "mode": "shared: one U a layer; private: one U an expert, at equal bytes.",
+        "w2_mode": "Side of w2's U: input, output, or auto = the better on held-out rows.",
+        "ridge": "Pull of V toward its data-free value.",
+        "dtype": "float32, bfloat16, float16, or auto = that of the model.",
+        "chunk": "Windows computed at a time; less needs less memory.",
+        "chunk_w2": "The same for w2, whose rows are wider.",
+        "pca_oversample": "Extra directions of the subspace iteration for w2.",
+        "refine_steps": "Steps of gradient refinement against the teacher's outputs.",
+    },
+)
+SWEPT = replace(FITTING, skipped=frozenset({"method", "rank", "target_ratio"}))
+
+
+def _check_device(device: str) -> None:
+    from nanovllm.config import DEVICES
+
+    if device not in DEVICES:
+        raise ConfigError(f"--device {device!r}: must be one of {', '.join(DEVICES)}")
+
+
+@compress.command()
+def pca(
+    model_path: ModelPath, rank: Rank = 256, dtype: Dtype = "auto", device: DeviceName = "auto",
+    output_dir: OutputDir = None, w2_mode: W2Mode = "auto",
+) -> None:  # fmt: skip
+    """Low-rank experts from the weights alone: quick, needs no text, and loses most."""
+    _check_device(device)
+    from nanovllm.compress.distill import compress as run
+
+    show(run(model_path, None, output_dir, Options("pca", rank, dtype=dtype, w2_mode=w2_mode), device))
+
+
+@compress.command()
+def calibrate(
+    model_path: ModelPath,
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    cap_per_group: Annotated[int, typer.Option(min=1, help="Held-out rows kept for each expert.")] = 1024,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=0, help="Texts the model writes itself; default 200, none with --text.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Their randomness; 1 = as the model learnt.")] = 0.7,
+    text: Annotated[Path | None, typer.Option(help="A file of running text: better than the model's own.")] = None,
+    device: DeviceName = "auto",
+) -> None:
+    """Record what the experts of a model see."""
+    _check_device(device)
+    from nanovllm.compress.calibrate import Source, collect
+    from nanovllm.compress.text import Writing
+
+    source = Source(text, num_prompts, Writing(max_new_tokens, temperature))
+    found = collect(model_path, out, source, cap_per_group, device)
+    counts = [count for of_layer in found.facts["counts"].values() for count in of_layer]
+    print(f"{out}: {found.facts['num_tokens']} tokens in {len(found.windows)} windows; an expert saw {min(counts)} to "
+          f"{max(counts)} of them")  # fmt: skip
+
+
+@compress.command()
+@with_options(options=FITTING)
+def distill(
+    model_path: ModelPath, calib_path: CalibPath, device: DeviceName = "auto", output_dir: OutputDir = None, *,
+    options: Options,
+) -> None:  # fmt: skip
+    """Low-rank experts fitted to what they see: layer by layer, resumable, written beside and then put in place."""
+    _check_device(device)
+    from nanovllm.compress.distill import compress as run
+
+    show(run(model_path, calib_path, output_dir, options, device))
+
+
+@compress.command()
+@with_options(options=SWEPT)
+def report(
+    model_path: ModelPath, calib_path: CalibPath, text: TextFile,
+    ranks: Annotated[str, typer.Option(help="With commas; default: quarters of the hidden size.")] = "",
+    device: DeviceName = "auto",
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs matplotlib).")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
+    *,
+    options: Options,
+) -> None:  # fmt: skip
+    """Measure a sweep of ranks: KL to the teacher, perplexity, agreement, errors of each expert, bytes."""
+    _check_device(device)
+    from nanovllm.bench import report as page
+    from nanovllm.compress.report import COLUMNS, lines, summary, sweep
+
+    page.check_plot(plot)
+    chosen = parse_ranks(ranks, model_path)
+    with tempfile.TemporaryDirectory() as scratch:
+        points = sweep(model_path, calib_path, text, chosen, (options, device, Path(scratch)))
+    page.print_table(f"low-rank experts of {model_path.name}", COLUMNS, [point.cells() for point in points])
+    print(summary(points))
+    if plot:
+        page.plot_lines(plot, "experts' bytes kept, %", lines(points), log_x=False)
+    found = page.make_report("compress", hardware=None, model=model_path.name, results=[p.record() for p in points])
+    if json_file:
+        try:
+            json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {json_file}: cannot be written: {error}") from None
+    page.finish(found, save=False)
+
+
+def parse_ranks(text: str, model_path: Path) -> list[int]:
+    """Default: a quarter, half and three quarters of the hidden size."""
+    if not text:
+        from nanovllm.weights.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(model_path)
+        hidden = int(checkpoint.config.get("hidden_size") or 4)
+        checkpoint.close()
+        return [max(1, hidden * quarters // 4) for quarters in (1, 2, 3)]
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--ranks {text!r}: write numbers with commas, such as 32,64,96") from None
+
+
+def show(metadata: object) -> None:
+    from nanovllm.weights.svd_folder import SvdMetadata
+
+    assert isinstance(metadata, SvdMetadata)
+    errors = [found["layer"] for found in metadata.heldout_errors.values() if found["layer"] is not None]
+    line = f"done: {metadata.kept:.1%} of the experts' bytes kept ({metadata.kept_with_u:.1%} with U)"
+    if errors:
+        line += f"; error of a layer's output on held-out text {min(errors):.3f} to {max(errors):.3f}"
+    print(line)

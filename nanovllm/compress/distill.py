@@ -1,0 +1,252 @@
+"""From a model and its calibration to a folder of low-rank experts: layer by layer, resumable, atomic.
+
+Each layer is fitted on what reaches it through the layers that are already compressed. A finished layer is written at
+once to `<folder>.partial`; a run that was killed goes on after the last one, if model, calibration and options are the
+same. The folder itself appears at the end, by a rename; the one before it is untouched until then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from nanovllm.compress import layer as fitting
+from nanovllm.compress.calibrate import Calibration, check_enough, load_calibration
+from nanovllm.compress.factors import Factors
+from nanovllm.compress.layer import Fit
+from nanovllm.compress.options import Options
+from nanovllm.compress.predict import Ranks, describe_damage, equal_ranks, predict_curves, ranks_for_ratio, w2_rank
+from nanovllm.compress.refine import refine
+from nanovllm.compress.solve import private_rank
+from nanovllm.compress.stream import Rows, Stream
+from nanovllm.compress.windows import Expert, WindowModel, open_windows
+from nanovllm.compress.writer import check_room, partial_of, replace_folder, writing_to
+from nanovllm.errors import ConfigError
+from nanovllm.hardware.device import Device
+from nanovllm.weights.svd_folder import (
+    DTYPES,
+    FOLDER,
+    U_FILE,
+    W2_MODES,
+    SvdMetadata,
+    teacher_hash,
+    write_metadata,
+)
+
+logger = logging.getLogger("nanovllm")
+STATE = "state.json"
+
+
+@dataclass
+class Job:
+    """One run: what it reads, what it makes."""
+
+    model: WindowModel
+    calibration: Calibration | None
+    options: Options
+    ranks: Ranks
+    folder: Path
+    teacher: str
+    done: dict[int, Factors] = field(default_factory=dict)
+    errors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        own = self.model.config.dtype if self.model.config.dtype in DTYPES else "float32"
+        return own if self.options.dtype == "auto" else self.options.dtype
+
+    @property
+    def partial(self) -> Path:
+        return partial_of(self.folder)
+
+    def state(self) -> dict[str, Any]:
+        """All that a finished layer depends on. Refinement comes after the last one."""
+        options = {k: v for k, v in dataclasses.asdict(self.options).items() if k != "refine_steps"}
+        ranks = {str(layer): ranks for layer, ranks in self.ranks.items()}
+        return {"options": options, "ranks": ranks, "dtype": self.dtype, "teacher_hash": self.teacher,
+                "calibration_hash": self.calibration and self.calibration.hash}  # fmt: skip
+
+
+def compress(
+    model_path: Path, calib_path: Path | None, output_dir: Path | None, options: Options, device: str = "auto"
+) -> SvdMetadata:
+    """Make `output_dir` (default: svd_experts in the model's folder)."""
+    folder = output_dir or Path(model_path) / FOLDER
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # TF32 has 10 bits: a Gram matrix of it has no small eigenvalues
+    try:
+        with open_windows(model_path, Device.choose(device), 512) as model:
+            job = plan_job(model, calib_path, folder, options)
+            with writing_to(folder):
+                prepare(job)
+                solve_layers(job)
+                if options.refine_steps:
+                    assert job.calibration is not None
+                    refine(model, job.done, job.calibration.windows, options.refine_steps)
+                return finish(job)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def plan_job(model: WindowModel, calib_path: Path | None, folder: Path, options: Options) -> Job:
+    teacher = teacher_hash(model.checkpoint)
+    calibration = None
+    if options.method == "distilled":
+        if calib_path is None:
+            raise ConfigError("--calib-path: distillation needs one; make it with `nanovllm compress calibrate`")
+        calibration = load_calibration(calib_path, teacher)
+        check_enough(calibration.windows, model.config.hidden_size)
+    elif options.refine_steps or options.target_ratio is not None or options.mode != "shared":
+        raise ConfigError("PCA has no calibration: --refine-steps, --target-ratio and --mode private need distillation")
+    if options.target_ratio is None:
+        ranks = equal_ranks(model, options.rank)  # a wrong rank is told before anything is computed
+        curves = predict_curves(model, calibration)
+    else:
+        curves = predict_curves(model, calibration)
+        ranks = ranks_for_ratio(model, curves, options.target_ratio)
+    print(describe_damage(model, curves, ranks))
+    return Job(model, calibration, options, ranks, folder, teacher)
+
+
+def prepare(job: Job) -> None:
+    """A partial folder of the same job is kept, any other is removed."""
+    state, path = job.state(), job.partial / STATE
+    try:
+        same = json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(state))
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        shutil.rmtree(job.partial, ignore_errors=True)
+        job.partial.mkdir(parents=True)
+        path.write_text(json.dumps(state), encoding="utf-8")
+    hidden, size, num = job.model.config.hidden_size, job.model.moe.intermediate_size, job.model.moe.num_experts
+    values = sum(rank * (num * size + max(hidden, size)) for ranks in job.ranks.values() for rank in ranks.values())
+    check_room(job.folder, values * getattr(torch, job.dtype).itemsize)
+
+
+def solve_layers(job: Job) -> None:
+    stream = None
+    if job.calibration is not None:
+        stream = Stream(job.model, job.calibration.windows, job.options.chunk)
+    bar = tqdm(range(job.model.num_layers), desc=f"{job.options.method} experts", unit="layer", disable=None)
+    for layer in bar:
+        rows = stream.enter(layer) if stream else None
+        if job.model.is_sparse(layer):
+            factors = read_layer(job, layer)
+            if factors is None:
+                factors = solve_layer(job, layer, rows)
+                write_layer(job, layer, factors)
+            job.done[layer] = factors
+        if stream:
+            ours = job.done[layer].to(job.model.device.torch_device).to(torch.float32) if rows is not None else None
+            stream.leave(layer, rows, ours)
+
+
+def solve_layer(job: Job, layer: int, rows: Rows | None) -> Factors:
+    experts, options = job.model.experts(layer), job.options
+    dtype = getattr(torch, job.dtype)
+    if rows is None:
+        w2_mode = "output" if options.w2_mode == "auto" else options.w2_mode
+        return fitting.pca_layer(experts, sized(job, layer, w2_mode), w2_mode, dtype)
+    how = Fit(options.mode, options.ridge, dtype, options.chunk, options.chunk_w2, options.pca_oversample)
+    if options.mode == "private":
+        factors = fitting.distil_layer(rows, experts, sized(job, layer, "input"), "input", how)
+        job.errors[str(layer)] = fitting.held_out_errors(rows, experts, factors)
+        return factors
+    return best_side(job, layer, rows, experts, how)
+
+
+def best_side(job: Job, layer: int, rows: Rows, experts: list[Expert], how: Fit) -> Factors:
+    """auto: both sides of w2 at equal bytes of V; the held-out rows decide."""
+    sides = W2_MODES if job.options.w2_mode == "auto" else (job.options.w2_mode,)
+    front = fitting.fit_front(rows, experts, sized(job, layer, sides[0]), how)
+    found = []
+    for side in sides:
+        factors = fitting.fit_w2(rows, experts, front, sized(job, layer, side)["w2"], side, how)
+        found.append((fitting.held_out_errors(rows, experts, factors), factors))
+    errors, factors = min(found, key=lambda pair: pair[0]["layer"] or 0.0)  # type: ignore[return-value]
+    job.errors[str(layer)] = errors
+    return factors
+
+
+def sized(job: Job, layer: int, w2_mode: str) -> dict[str, int]:
+    """The ranks of a layer as they are stored, from those on the hidden side."""
+    hidden, moe, ranks = job.model.config.hidden_size, job.model.moe, job.ranks[layer]
+    size = moe.intermediate_size
+    if job.options.mode == "private":
+        return {w: private_rank(rank, hidden, size, moe.num_experts) for w, rank in ranks.items()}
+    return {**ranks, "w2": w2_rank(ranks["w2"], w2_mode, hidden, size)}
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _layer_files(job: Job, layer: int) -> tuple[Path, Path]:
+    return job.partial / f"U_layer_{layer}.safetensors", job.partial / f"layer_{layer}.json"
+
+
+def write_layer(job: Job, layer: int, factors: Factors) -> None:
+    """The small JSON file comes last: a layer is finished when it is there."""
+    u_path, done = _layer_files(job, layer)
+    factors.write_experts(job.partial, layer)
+    save_file(factors.u_tensors(layer), str(u_path))
+    done.write_text(json.dumps({"w2_mode": factors.w2_mode, "errors": job.errors.get(str(layer))}), encoding="utf-8")
+
+
+def read_layer(job: Job, layer: int) -> Factors | None:
+    u_path, done = _layer_files(job, layer)
+    if not done.exists():
+        return None
+    facts = json.loads(done.read_text(encoding="utf-8"))
+    empty = {w: torch.empty(job.model.moe.num_experts, 0, 0) for w in ("w1", "w2", "w3")}
+    known = Factors(job.options.mode, facts["w2_mode"], {}, empty)
+    if facts["errors"] is not None:
+        job.errors[str(layer)] = facts["errors"]
+    logger.info("layer %d: kept from the run before", layer)
+    return Factors.read(job.partial, layer, known, load_file(str(u_path)))
+
+
+def finish(job: Job) -> SvdMetadata:
+    u_tensors: dict[str, torch.Tensor] = {}
+    v_values = u_values = 0
+    dtype = getattr(torch, job.dtype)
+    for layer, factors in job.done.items():
+        factors = factors.to(dtype)
+        if job.options.refine_steps:
+            factors.write_experts(job.partial, layer)
+        u_tensors |= factors.u_tensors(layer)
+        v_values, u_values = (a + b for a, b in zip((v_values, u_values), factors.num_values()))
+    save_file(u_tensors, str(job.partial / U_FILE))
+    model, moe = job.model, job.model.moe
+    dense = 3 * model.config.hidden_size * moe.intermediate_size * moe.num_experts * len(model.layer_ids)
+    private = job.options.mode == "private"  # an expert's own U travels with it
+    metadata = SvdMetadata(
+        method=job.options.method, mode=job.options.mode, dtype=job.dtype, layer_ids=model.layer_ids,
+        num_experts=moe.num_experts, hidden_size=model.config.hidden_size, intermediate_size=moe.intermediate_size,
+        ranks={layer: factors.ranks for layer, factors in job.done.items()},
+        w2_modes={layer: factors.w2_mode for layer, factors in job.done.items()},
+        ridge=job.options.ridge, teacher_hash=job.teacher,
+        calibration_hash=job.calibration.hash if job.calibration else None,
+        kept=(v_values + private * u_values) / dense, kept_with_u=(v_values + u_values) / dense,
+        heldout_errors=job.errors, options=dataclasses.asdict(job.options),
+    )  # fmt: skip
+    write_metadata(job.partial, metadata)
+    for path in (*job.partial.glob("U_layer_*"), *job.partial.glob("layer_*.json"), job.partial / STATE):
+        path.unlink()
+    replace_folder(job.partial, job.folder)
+    return metadata
+
+
+def load_factors(folder: Path, metadata: SvdMetadata) -> dict[int, Factors]:
+    """In fp32, for `evaluate`."""
+    u_tensors = load_file(str(folder / U_FILE))
+    return {layer: Factors.read(folder, layer, metadata, u_tensors).to(torch.float32) for layer in metadata.layer_ids}

@@ -1,0 +1,72 @@
+"""Quality, measured: perplexity, KL to the teacher, and how often both agree, on text that no fit saw.
+
+The student is computed in plain torch from the stored factors (in fp32), independent of the engine's kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.compress.factors import Factors
+from nanovllm.compress.refine import Teacher, final_states
+from nanovllm.compress.stream import RunExperts
+from nanovllm.compress.text import WINDOW, Windows, read_tokens
+from nanovllm.compress.windows import WindowModel
+from nanovllm.errors import ConfigError
+
+EVAL_TOKENS = 10_240
+
+
+@dataclass(frozen=True)
+class Quality:
+    num_tokens: int
+    teacher_perplexity: float
+    perplexity: float
+    kl: float  # nats a token, of the student's distribution from the teacher's
+    top1: float  # how often both put the same token first
+    router: float  # share of the teacher's chosen experts that the student's router chooses too
+
+
+def evaluation_windows(tokenizer: Any, text: Path, max_tokens: int = EVAL_TOKENS, window: int = WINDOW) -> Windows:
+    """The first `max_tokens` tokens, in whole windows."""
+    tokens = read_tokens(tokenizer, text)[:max_tokens]
+    whole = len(tokens) // window * window
+    if not whole:
+        raise ConfigError(f"--text {text}: {len(tokens)} tokens, fewer than one window of {window}; give a longer text")
+    return Windows.pack([tokens[:whole]], window)
+
+
+@torch.no_grad()
+def measure(
+    model: WindowModel, windows: Windows, layers: dict[int, Factors] | dict[int, RunExperts], chunk: int = 4
+) -> Quality:
+    """`layers` may name some layers only; the others are the teacher's."""
+    device = model.device.torch_device
+    student: dict[int, RunExperts] = Teacher(model)
+    student |= {i: f.to(device).to(torch.float32) if isinstance(f, Factors) else f for i, f in layers.items()}
+    runs = [final_states(model, windows, experts, chunk) for experts in (Teacher(model), student)]
+    sums = dict.fromkeys(("kl", "top1", "router", "num_routed", "nll", "teacher_nll", "num_scored"), 0.0)
+    for i in range(len(runs[0][0])):
+        part = windows[i * chunk : (i + 1) * chunk]
+        real = part.real().to(device)
+        t, s = (model.logits(states[i].to(device)).log_softmax(-1).unflatten(0, real.shape) for states, _ in runs)
+        sums["kl"] += float((t.exp() * (t - s)).sum(-1)[real].double().sum())
+        sums["top1"] += int((t.argmax(-1) == s.argmax(-1))[real].sum())
+        for wanted, found in zip(runs[0][1][i], runs[1][1][i]):
+            same = (wanted[:, :, None] == found[:, None, :]).any(-1)[real.flatten().cpu()]
+            sums["router"] += int(same.sum())
+            sums["num_routed"] += same.numel()
+        targets, scored = part.ids[:, 1:, None].to(device), real[:, 1:]
+        sums["nll"] -= float(s[:, :-1].gather(2, targets)[..., 0][scored].double().sum())
+        sums["teacher_nll"] -= float(t[:, :-1].gather(2, targets)[..., 0][scored].double().sum())
+        sums["num_scored"] += int(scored.sum())
+    count = windows.num_tokens
+    return Quality(
+        count, math.exp(sums["teacher_nll"] / sums["num_scored"]), math.exp(min(700, sums["nll"] / sums["num_scored"])),
+        sums["kl"] / count, sums["top1"] / count, sums["router"] / max(1, sums["num_routed"]),
+    )  # fmt: skip

@@ -1,0 +1,34 @@
+"""How experts are to be compressed: what the command line says, checked. No torch: help must be instant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.errors import ConfigError
+from nanovllm.weights.svd_folder import DTYPES, MODES, W2_MODES
+
+
+@dataclass(frozen=True)
+class Options:
+    method: str = "distilled"  # or pca
+    rank: int = 256
+    target_ratio: float | None = None  # instead of rank: ranks by layer and matrix
+    mode: str = "shared"
+    w2_mode: str = "auto"
+    ridge: float = 1e-4
+    dtype: str = "auto"  # that of the checkpoint
+    chunk: int = 64
+    chunk_w2: int = 16
+    pca_oversample: int = 32
+    refine_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("mode", self.mode, MODES), ("w2-mode", self.w2_mode, (*W2_MODES, "auto")),
+                                   ("dtype", self.dtype, (*DTYPES, "auto"))):  # fmt: skip
+            if value not in known:
+                raise ConfigError(f"--{name} {value!r}: must be one of {', '.join(known)}")
+        for name in ("rank", "chunk", "chunk_w2", "pca_oversample"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if not 0 <= self.ridge < 1e6 or self.refine_steps < 0:
+            raise ConfigError(f"--ridge {self.ridge}, --refine-steps {self.refine_steps}: must not be negative")

@@ -1,0 +1,216 @@
+"""The model over windows of text: a Transformer without engine and cache, one layer at a time, with gradients if
+wanted.
+
+Compression asks other things of a model than serving does: every window is whole, nothing is cached or warmed up, the
+experts of a layer are looked at one by one, and refinement needs gradients, which the engine's in-place operators do
+not have. So this file builds the engine's own Transformer (same families, same weights, same loader with its proof)
+from operators that autograd understands, and leaves the experts on disk: one layer's experts are read when they are
+asked for. The largest thing in memory is then the model without experts, and one layer of them.
+
+    h = model.embed(ids)                        # [windows, length] -> [windows * length, hidden]
+    for layer in range(model.num_layers):
+        x, h = model.attend(layer, h, length)   # the MLP's input, and the residual stream
+        h = h + (experts of x, or model.dense_mlp(layer, x))
+    logits = model.logits(h)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.base import AttentionBatch, AttentionSpec
+from nanovllm.errors import ModelError
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.attention import Rope, Step
+from nanovllm.layers.build import Build
+from nanovllm.model_config import ModelConfig, MoeConfig
+from nanovllm.models.registry import find_family
+from nanovllm.models.transformer import Parts
+from nanovllm.moe.layer import MoeLayer
+from nanovllm.ops.opset import PLAIN
+from nanovllm.ops.rotary import Angles, rotate
+from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm.weights.loader import OnDisk, Places, load_weights
+
+PARTS = {"gate": "w1", "up": "w3", "": "w2"}  # part of a parameter (models/*.py) -> matrix of an expert
+
+
+class Held:
+    """One call's keys or values: what stands where the engine has a paged cache."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.tensor: torch.Tensor | None = None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def hold_keys(qkv: torch.Tensor, norms: Any, eps: float, angles: Angles, *rest: Any) -> torch.Tensor:
+    """ops/qk_norm_rope.py, with keys and values kept as they are instead of stored in blocks."""
+    _positions, keys, values, _slots, num_q_heads = rest
+    spec = keys.spec
+    parts = (num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+    q, k, v = qkv.view(len(qkv), -1, spec.head_dim).split(parts, dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    keys.tensor, values.tensor = rotate(k, angles), v
+    return rotate(q, angles)
+
+
+class WholeWindows:
+    """Attention of windows of one length, each seeing itself only. Text shorter than the window is padded on the right,
+    where no real token sees it."""
+
+    name = "windows"
+    graph_safe = False
+
+    def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
+        return None
+
+    def attend(
+        self, q: torch.Tensor, keys: Held, values: Held, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        length = batch.query_lens[0]
+        q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q, keys.tensor, values.tensor))
+        mask = None
+        if spec.window is not None:
+            places = torch.arange(length, device=q.device)
+            distance = places[:, None] - places
+            mask = (distance >= 0) & (distance < spec.window)
+        grouped = spec.num_heads != spec.num_kv_heads
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+WITH_GRADIENTS = replace(
+    PLAIN, name="windows", linear=F.linear, rms_norm=rms_norm, add_rms_norm=add_rms_norm, qk_norm_rope=hold_keys
+)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """The three matrices as stored in the checkpoint: y = w2 (silu(w1 x) * (w3 x))."""
+
+    w1: torch.Tensor  # [intermediate, hidden]
+    w2: torch.Tensor  # [hidden, intermediate]
+    w3: torch.Tensor  # [intermediate, hidden]
+
+    def active(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x @ self.w1.T) * (x @ self.w3.T)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.active(x) @ self.w2.T
+
+
+class OnDiskExperts:
+    """Stands in a MoeLayer for experts that stay in the checkpoint; only knows the names of their tensors."""
+
+    graph_safe = False
+
+    def __init__(self) -> None:
+        self.names: dict[tuple[int, str], str] = {}  # (expert, w1|w2|w3) -> tensor
+
+    def remember(self, expert: int, matrix: str, name: str) -> None:
+        self.names[expert, matrix] = name
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("experts on disk are read, not called")
+
+
+class WindowModel:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: Device, max_len: int) -> None:
+        if config.moe is None:
+            raise ModelError(f"{checkpoint.path}: {config.architecture} has no experts to compress; give a MoE model")
+        self.checkpoint, self.config, self.device, self.moe = checkpoint, config, device, config.moe
+        self.layer_ids = tuple(i for i, sparse in enumerate(config.moe.layers) if sparse)
+        self._experts = {i: OnDiskExperts() for i in self.layer_ids}
+        build = Build(torch.float32, device.torch_device, WITH_GRADIENTS, Parallel())
+        parts = Parts(build, WholeWindows(), max_len, lambda i, moe, hidden, b: self._experts[i])  # type: ignore[arg-type]
+        self.model = find_family(config)(config, parts).eval()
+        load_weights(self.model, checkpoint, self.model.rules, self._places(config.moe))
+
+    def _places(self, moe: MoeConfig) -> Places:
+        hidden, size = self.config.hidden_size, moe.intermediate_size
+        places: dict[str, dict[str, OnDisk]] = {}
+        for i, experts in self._experts.items():
+            gate_up, down = (f"layers.{i}.mlp.experts.{name}.weight" for name in ("gate_up", "down"))
+            places[gate_up] = {
+                f"{e}.{part}": OnDisk((size, hidden), partial(experts.remember, e, PARTS[part]))
+                for e in range(moe.num_experts) for part in ("gate", "up")
+            }  # fmt: skip
+            places[down] = {
+                str(e): OnDisk((hidden, size), partial(experts.remember, e, "w2")) for e in range(moe.num_experts)
+            }
+        return places
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.model.layers)
+
+    def is_sparse(self, layer: int) -> bool:
+        return layer in self._experts
+
+    def expert(self, layer: int, expert: int) -> Expert:
+        """Read from the checkpoint now; nothing is kept."""
+        names = self._experts[layer].names
+        device = self.device.torch_device
+        return Expert(**{w: self.checkpoint.read(names[expert, w]).to(device).float() for w in ("w1", "w2", "w3")})
+
+    def experts(self, layer: int) -> list[Expert]:
+        return [self.expert(layer, e) for e in range(self.moe.num_experts)]
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed(ids.flatten().to(self.device.torch_device))
+
+    def attend(self, layer: int, h: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """h: the residual stream [windows * length, hidden] -> (input of the layer's MLP, the stream after
+        attention)."""
+        decoder = self.model.layers[layer]
+        num_windows = len(h) // length
+        places = torch.arange(length, device=h.device).repeat(num_windows)
+        rope = Rope(*self.model.ops.rope_inputs(self.model.cos_sin, places))
+        none = torch.empty(0, device=h.device)
+        lens = [length] * num_windows
+        step = Step(places, places, None, AttentionBatch(lens, lens, [], none, none, none, none))
+        spec = self.model.specs[layer]
+        return decoder.attend(h, None, rope, step, (Held(spec), Held(spec)))  # type: ignore[arg-type]
+
+    def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(expert ids, weights), [rows, top_k] each."""
+        sparse = self.model.layers[layer].mlp
+        assert isinstance(sparse, MoeLayer)
+        return sparse.route(x)
+
+    def dense_mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return self.model.layers[layer].mlp(x)
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(self.model.norm(h, None)[0])
+
+
+@contextmanager
+def open_windows(model_path: str | Path, device: Device, max_len: int) -> Iterator[WindowModel]:
+    checkpoint = open_checkpoint(Path(model_path))
+    try:
+        config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        yield WindowModel(checkpoint, config, device, min(max_len, config.max_position_embeddings))
+    finally:
+        checkpoint.close()
