@@ -30,7 +30,8 @@ PACKAGE = ROOT / "nanovllm"
 READMES = ("README.md", "README.zh-CN.md")
 OPTIONS = ("docs/options.md", "docs/options.zh-CN.md")
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
-NAMING = ["docs/tour.md", "docs/glossary.md", "docs/attention.md", "docs/moe.md", "docs/small-gpus.md"]
+NAMING = ["docs/tour.md", "docs/glossary.md", "docs/attention.md", "docs/moe.md", "docs/low-rank-experts.md",
+          "docs/small-gpus.md"]  # fmt: skip
 NAMING += [str(path.relative_to(ROOT)) for path in DECISIONS]
 HIDDEN = ("venv", "build", "dist", "node_modules")
 
@@ -277,6 +278,20 @@ def test_the_tables_of_experts_are_those_of_the_result_files() -> None:
     assert not [row for row in found if row not in said]
 
 
+def test_the_table_of_low_rank_experts_is_that_of_the_result_file() -> None:
+    found = []
+    for point in json.loads(read("benchmarks/results/2026-11-15-cpu-compress-tiny-mixtral.json"))["results"]:
+        errors = [of_layer["layer"] for of_layer in point["heldout_errors"].values()]
+        fitted = point["method"] == "distilled"  # PCA has none, and refined ones are those of before refinement
+        point["measured"] = f"{sum(errors) / len(errors):.3f}" if fitted else ""
+        point["name"] = {"pca": "PCA", "distilled": "closed form", "refined": "refined"}[point["method"]]
+        cells = "{name}|{rank}|{kept:.1%}|{kept_with_u:.1%}|{predicted_error:.3f}|{measured}|{kl:.3f}|{perplexity:,.1f}"
+        found.append(f"{cells}|{{top1:.1%}}|{{router:.1%}}".format(**point).split("|"))
+    said = [[cell.replace(" %", "%") for cell in row] for row in table_rows(read("docs/low-rank-experts.md"))]
+    assert len(found) >= 8
+    assert not [row for row in found if row not in said]
+
+
 def test_the_memory_table_of_small_cards_is_right() -> None:
     rows = [row for row in table_rows(read("docs/small-gpus.md")) if len(row) == 8 and row[1][:1].isdigit()]
     assert len(rows) == 4
@@ -357,7 +372,7 @@ def check_command(line: str) -> None:
             assert (ROOT / word).exists(), line
 
 
-@pytest.mark.parametrize("page", [*READMES, "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", [*READMES, "CONTRIBUTING.md", "docs/low-rank-experts.md"])
 def test_commands_exist(page: str) -> None:
     lines = commands(read(page))
     assert lines
