@@ -6,8 +6,9 @@ scheduler would hurt every other request too.
 
 from __future__ import annotations
 
+import json as jsonlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nanovllm.errors import RequestError
@@ -15,6 +16,7 @@ from nanovllm.errors import RequestError
 MAX_N = 1024  # completions of one prompt; each is a sequence of its own
 MAX_LOGPROBS = 1000  # alternatives returned per position
 MAX_STOP_STRINGS = 128
+MAX_STRUCTURE = 100_000  # characters of a schema, regex or grammar
 GREEDY_EPS = 1e-5  # temperatures below this are greedy, as in vLLM: dividing logits by less overflows
 
 
@@ -61,6 +63,32 @@ def _token_ids(name: str, value: Iterable[int] | None) -> tuple[int, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """The form that a text must have: exactly one of these."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema
+    json_object: bool = False  # any JSON object
+    regex: str | None = None
+    choice: Iterable[str] | None = None
+    grammar: str | None = None  # in llguidance's variant of Lark
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        if not isinstance(self.json_object, bool) or len(given) + self.json_object != 1:
+            raise RequestError("structured_outputs: give exactly one of json, json_object, regex, choice, grammar")
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", jsonlib.dumps(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _strings("structured_outputs choice", self.choice, 1024))
+            if not self.choice:
+                raise RequestError("structured_outputs choice=[]: give at least one")
+        for name in ("json", "regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_STRUCTURE):
+                raise RequestError(f"structured_outputs {name}: must be text of 1 to {MAX_STRUCTURE} characters")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample one request. Defaults are vLLM's: one completion of 16 tokens at temperature 1."""
 
@@ -86,6 +114,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:  # frozen for everyone else: values are normalised once, here
@@ -116,6 +145,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids=[]: nothing could be sampled; give at least one id or None")
         put("logit_bias", self._checked_bias())
+        put("structured_outputs", self._checked_structure())
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
@@ -133,6 +163,15 @@ class SamplingParams:
             _integer("logit_bias key", token, 0, 2**31 - 1, "keys are token ids")
             bias[token] = _number(f"logit_bias[{token}]", value, -100.0, 100.0, "as in OpenAI's API")
         return bias
+
+    def _checked_structure(self) -> StructuredOutputs | None:
+        wanted = self.structured_outputs
+        if wanted is None or isinstance(wanted, StructuredOutputs):
+            return wanted
+        names = [f.name for f in fields(StructuredOutputs)]
+        if not isinstance(wanted, Mapping) or not set(wanted) <= set(names):
+            raise RequestError(f"structured_outputs={wanted!r:.80}: must be a StructuredOutputs or have {names}")
+        return StructuredOutputs(**wanted)
 
     @property
     def is_greedy(self) -> bool:

@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # From a fresh clone to an answer:  scripts/demo.sh "What is the capital of France?" [options of nanovllm generate]
 # Makes .venv, installs, fetches the default model, streams the answer, prints speed. Later runs only answer.
+#
+#   scripts/demo.sh --serve [options of nanovllm serve]     an OpenAI-compatible server instead; prints its address
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 
+if [ "${1:-}" = "--serve" ]; then
+    shift
+    ensure_installed server
+    exec "$VENV/bin/python" -m nanovllm serve "$@"
+fi
 ensure_installed ""
 if [ $# -eq 0 ]; then set -- "What is the capital of France?"; fi
 exec "$VENV/bin/python" -m nanovllm generate "$@"

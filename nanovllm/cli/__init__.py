@@ -1,4 +1,4 @@
-"""The `nanovllm` command: generate, chat, bench, info, plan, compress.
+"""The `nanovllm` command: generate, chat, serve, bench, info, plan, compress.
 
 torch is imported inside commands only, so that help and mistakes answer at once. An error raised on purpose is one
 line on stderr and exit code 2; NANOVLLM_DEBUG=1 shows where it came from.
@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.bench_serve import bench_serve
 from nanovllm.cli.benches import bench
 from nanovllm.cli.compress import compress
 from nanovllm.cli.options import ENGINE, SAMPLING, with_options
 from nanovllm.cli.plan import PLAN, PlanOptions, make_plan, plan_record, show_plan
+from nanovllm.cli.serve import serve
 from nanovllm.cli.stream import InOrder, Speed, encode, note, run_requests
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError, RequestError
@@ -39,6 +41,8 @@ app = typer.Typer(
 )
 app.add_typer(bench)
 app.add_typer(compress)
+app.command()(serve)
+bench.command(name="serve")(bench_serve)
 
 SystemOption = Annotated[str | None, typer.Option(help="An instruction that comes before the conversation.")]
 

@@ -173,7 +173,7 @@ SAMPLING = OptionGroup(
     types=_LISTS,
     # One --seed is enough here, the engine's: it decides the tokens of every request whatever else is in the batch.
     # A terminal without text is of no use, so there is no --no-detokenize.
-    skipped=frozenset({"seed", "detokenize"}),
+    skipped=frozenset({"seed", "detokenize", "structured_outputs"}),
     help={
         "n": "Completions of each prompt.",
         "temperature": "0 always takes the likeliest token; 1 samples as the model learnt; higher is wilder.",

@@ -33,6 +33,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.moe.sizing import refuse_without_experts
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.plain import is_plain
+from nanovllm.sampling.structured import Grammars
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.plan import StepPlan, StepResult
@@ -90,6 +91,8 @@ class LLMEngine:
             text_stop=self._text_stop,
         )
         self.inputs = InputProcessor(self.tokenizer, self.model_config.vocab_size, self.max_model_len)
+        known = (self.model_config.vocab_size, self.model_config.eos_token_ids, config.tensor_parallel_size)
+        self.grammars = Grammars(self.tokenizer, *known)
         self.stats = StepStats()
         self._requests: dict[str, Request] = {}
         self._by_seq: dict[int, tuple[Request, Completion]] = {}
@@ -149,6 +152,7 @@ class LLMEngine:
     ) -> None:
         params = SamplingParams() if params is None else params
         parsed = self.check(prompt, params, priority)  # type: ignore[arg-type]
+        params = self.grammars.compiled(params)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r}: must be a string")
         if request_id in self._requests:

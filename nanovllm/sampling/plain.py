@@ -23,4 +23,5 @@ def is_plain(params: SamplingParams) -> bool:
         and not params.logit_bias
         and not params.bad_words
         and params.allowed_token_ids is None
+        and params.structured_outputs is None
     )

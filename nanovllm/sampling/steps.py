@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.sampling.rows import SamplingRow
+from nanovllm.sampling.structured import structured_tokens
 
 NEG_INF = float("-inf")
 # Weights below are integers held in floats: 2**35 for the most likely token, so that even 2**18 equal tokens sum to
@@ -189,6 +190,7 @@ EDITS = (
     Step(lambda row: row.num_output < row.params.min_tokens, min_tokens),
     Step(lambda row: bool(row.params.logit_bias), logit_bias),
     Step(_has_penalty, penalties),
+    Step(lambda row: row.params.structured_outputs is not None, structured_tokens),  # last: it has the last word
 )
 FILTERS = (
     Step(lambda row: row.params.temperature != 1.0, temperature),

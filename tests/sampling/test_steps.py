@@ -185,6 +185,7 @@ def test_steps_run_only_when_used():
         row(min_tokens=1),
         row(logit_bias={1: 1.0}),
         row(presence_penalty=0.1),
+        row(structured_outputs={"regex": "a"}),
     ]
     assert [steps.in_use(steps.EDITS, [row(), r]) for r in used] == [[step] for step in steps.EDITS]
     assert steps.in_use(steps.EDITS, [row(output=(1,), min_tokens=1)]) == []

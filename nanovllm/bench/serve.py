@@ -1,0 +1,236 @@
+"""Measure a server over HTTP, as its clients see it; any server that speaks OpenAI's /v1/completions.
+
+Open loop: requests leave at times drawn beforehand, whatever the server does, as strangers' requests do. (A closed
+loop, where each client waits for its answer before it asks again, slows down with the server and hides how long people
+would have waited.) Times count from when a request should have left, and `send_delay` says how late it really did: if
+that is not small, this client was the bottleneck.
+
+    TTFT  to the first event with text        TPOT  mean time per token after the first
+    ITL   between two events of a stream      E2E   to the last
+    goodput: requests a second that met every limit given
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanovllm.bench.report import percentile, summary
+from nanovllm.bench.workload import LARGEST_TOKEN, Lengths
+from nanovllm.errors import ConfigError
+
+TIMES = ("ttft", "tpot", "itl", "e2e")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to send, before random numbers are drawn."""
+
+    num_requests: int
+    rate: float  # a second
+    arrivals: str  # poisson or fixed
+    input_len: Lengths
+    output_len: Lengths
+    prefix_len: int = 0
+    num_prefixes: int = 1
+    vocab_size: int = LARGEST_TOKEN + 1
+    text: Path | None = None
+
+    def send_times(self, rng: random.Random) -> list[float]:
+        if self.arrivals not in ("poisson", "fixed"):
+            raise ConfigError(f"arrivals={self.arrivals!r}: must be poisson or fixed")
+        now, times = 0.0, []
+        for _ in range(self.num_requests):
+            times.append(now)
+            now += rng.expovariate(self.rate) if self.arrivals == "poisson" else 1 / self.rate
+        return times
+
+    def prompts(self, rng: random.Random) -> list[Any]:
+        """Token ids, or with `text` so many words of that file. Each begins with one of num_prefixes shared ones."""
+        draw = self._words(rng) if self.text is not None else self._token_ids(rng)
+        prefixes = [draw(self.prefix_len) for _ in range(self.num_prefixes)]
+        found = []
+        for _ in range(self.num_requests):
+            words = rng.choice(prefixes) + draw(self.input_len.draw(rng))
+            found.append(" ".join(words) if self.text is not None else words)
+        return found
+
+    def _token_ids(self, rng: random.Random) -> Any:
+        return lambda count: [rng.randrange(self.vocab_size) for _ in range(count)]
+
+    def _words(self, rng: random.Random) -> Any:
+        assert self.text is not None
+        try:
+            words = self.text.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--text {self.text}: cannot be read: {error}") from None
+        if not words:
+            raise ConfigError(f"--text {self.text}: holds no words")
+
+        def draw(count: int) -> list[str]:
+            start = rng.randrange(len(words))
+            return [words[(start + i) % len(words)] for i in range(count)]
+
+        return draw
+
+
+@dataclass
+class Seen:
+    """One request as the client saw it, in seconds from when it should have left."""
+
+    send_delay: float = 0.0
+    events: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    end: float = 0.0
+    error: str | None = None
+
+    @property
+    def times(self) -> dict[str, list[float]]:
+        """Each in a list: one value, none, or the gaps."""
+        gaps = [after - before for before, after in zip(self.events, self.events[1:])]
+        per_token = (self.events[-1] - self.events[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+        return {
+            "ttft": [self.events[0]], "tpot": [] if per_token is None else [per_token], "itl": gaps, "e2e": [self.end],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    model: str
+    api_key: str | None = None
+    ignore_eos: bool = True
+    timeout: float = 600.0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+
+async def ask(client: Any, server: Server, prompt: Any, num_tokens: int, seed: int) -> tuple[list[float], Any]:
+    """(when each event with text came, usage). Raises on anything but a whole stream."""
+    body = {
+        "model": server.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "seed": seed,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    if server.ignore_eos:
+        body["ignore_eos"] = True
+    came, usage, done = [], None, False
+    async with client.stream("POST", f"{server.url}/v1/completions", json=body, headers=server.headers) as answer:
+        if answer.status_code != 200:
+            text = (await answer.aread()).decode(errors="replace")
+            raise ConnectionError(f"HTTP {answer.status_code}: {text[:200]}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line[5:].strip()
+            if data == "[DONE]":
+                done = True
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise ConnectionError(f"error in the stream: {str(event['error'])[:200]}")
+            usage = event.get("usage") or usage
+            if event.get("choices"):
+                came.append(time.perf_counter())
+    if not done or not came:
+        raise ConnectionError("the stream broke off")
+    return came, usage
+
+
+async def _send_at(client: Any, server: Server, at: float, prompt: Any, num_tokens: int, seed: int) -> Seen:
+    await asyncio.sleep(max(0.0, at - time.perf_counter()))
+    seen = Seen(send_delay=time.perf_counter() - at)
+    try:
+        came, usage = await ask(client, server, prompt, num_tokens, seed)
+    except Exception as error:
+        seen.error = f"{type(error).__name__}: {error}"[:200]
+        return seen
+    seen.end = time.perf_counter() - at
+    seen.events = [moment - at for moment in came]
+    seen.num_tokens = int((usage or {}).get("completion_tokens") or len(came))
+    seen.num_prompt_tokens = int((usage or {}).get("prompt_tokens") or 0)
+    return seen
+
+
+async def _run(server: Server, load: Load, seed: int) -> tuple[list[Seen], float]:
+    import httpx
+
+    rng = random.Random(seed)
+    prompts = load.prompts(rng)
+    lens = [load.output_len.draw(rng) for _ in prompts]
+    times = load.send_times(rng)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=server.timeout) as client:
+        await ask(client, server, prompts[0], 2, seed)  # connects, warms up, and fails at once if anything is wrong
+        start = time.perf_counter() + 0.05
+        work = [
+            _send_at(client, server, start + at, prompt, count, seed + number)
+            for number, (at, prompt, count) in enumerate(zip(times, prompts, lens))
+        ]
+        seen = await asyncio.gather(*work)
+        return list(seen), time.perf_counter() - start
+
+
+def find_model(url: str, api_key: str | None) -> str:
+    import httpx
+
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=10)
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError) as error:
+        raise ConfigError(f"--url {url}: no list of models there ({error}); is a server running?") from None
+
+
+def measure(server: Server, load: Load, seed: int, slo: dict[str, float]) -> tuple[dict[str, Any], list[Seen]]:
+    """`slo`: limits in seconds by name of TIMES; a request's own mean must stay within (ITL: its 99th percentile)."""
+    try:
+        seen, seconds = asyncio.run(_run(server, load, seed))
+    except ConnectionError as error:
+        raise ConfigError(f"--url {server.url}: the first request failed: {error}") from None
+    good = [one for one in seen if one.error is None]
+    met = [one for one in good if all(_worst(one, name) <= limit for name, limit in slo.items())]
+    tokens = sum(one.num_tokens for one in good)
+    found: dict[str, Any] = {
+        "completed": len(good),
+        "failed": len(seen) - len(good),
+        "errors": dict(Counter(one.error for one in seen if one.error is not None).most_common(5)),
+        "seconds": seconds,
+        "requests_per_second": len(good) / seconds,
+        "output_tokens_per_second": tokens / seconds,
+        "prompt_tokens_per_second": sum(one.num_prompt_tokens for one in good) / seconds,
+        "send_delay": summary([one.send_delay for one in seen]),
+    }
+    for name in TIMES:
+        values = [value for one in good for value in one.times[name]]
+        found[name] = summary(values) if values else None
+    if slo:
+        found["goodput"] = {"limits": slo, "requests_per_second": len(met) / seconds, "share": len(met) / len(seen)}
+    return found, good
+
+
+def _worst(one: Seen, name: str) -> float:
+    values = one.times[name]
+    if not values:
+        return 0.0
+    return percentile(values, 99) if name == "itl" else values[0]
+
+
+def distributions(good: list[Seen]) -> dict[str, list[tuple[float, float]]]:
+    """For a plot: name -> (milliseconds, share of values at or below)."""
+    curves = {}
+    for name in TIMES:
+        values = sorted(value * 1000 for one in good for value in one.times[name])
+        if values:
+            step = max(1, len(values) // 500)
+            curves[name.upper()] = [(values[i], (i + 1) / len(values)) for i in range(0, len(values), step)]
+    return curves

@@ -1,0 +1,49 @@
+"""`nanovllm serve`: an OpenAI-compatible server. Its packages are an extra, so they are asked for here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+
+from nanovllm.cli.options import ENGINE, OptionGroup, with_options
+from nanovllm.cli.stream import note
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.server.options import ServerOptions
+
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+API_KEY = "NANOVLLM_API_KEY"
+
+SERVER = OptionGroup(
+    title="Server",
+    of=ServerOptions,
+    build=lambda values: ServerOptions(**values),
+    help={
+        "host": "Address to listen on; the default is reachable from this machine only.",
+        "port": "Port to listen on; 0 takes any free one.",
+        "api_key": f"Key that clients must send; better in the variable {API_KEY}, which other users cannot see.",
+        "served_model_name": "The model's name in requests and answers; default: its own.",
+        "max_waiting": "Completions that may wait for their turn; beyond that clients get 429.",
+        "request_timeout": "Seconds a request may take.",
+        "drain_timeout": "Seconds that running requests get after SIGTERM.",
+        "encode_timeout": "Seconds for the tokenizer and the chat template of one request.",
+        "max_body_mb": "Largest body of a request, in megabytes.",
+        "max_header_kb": "Largest headers of a request, in kilobytes.",
+        "max_prompts": "Most prompts in one request.",
+        "max_n": "Most completions of one prompt.",
+    },
+)
+
+
+@with_options(options=SERVER, config=ENGINE)
+def serve(*, options: ServerOptions, config: EngineConfig) -> None:
+    """Serve a model over HTTP, as OpenAI's API. SIGTERM or Ctrl-C: running requests finish, then it exits."""
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'nano-vllm[server]'")
+    if options.api_key is None and os.environ.get(API_KEY):
+        options = replace(options, api_key=os.environ[API_KEY])
+    from nanovllm.server.run import serve as run
+
+    run(config, options, note)

@@ -1,0 +1,156 @@
+"""Structured output: the sampler may only take tokens that a grammar allows. The grammar itself is llguidance's work.
+
+    grammars = Grammars(tokenizer, vocab_size, eos_token_ids)     # one for an engine
+    params = grammars.compiled(params)                            # structured_outputs becomes a Grammar
+    structured_tokens(logits, rows)                               # an edit step of the sampler
+
+A row says only which tokens were written, so a Grammar finds the parser's state by them: the state for all but the last
+token is kept from the step before and fed the last. If it is not there (a preempted sequence, a twin that went another
+way) the output is fed anew, some microseconds a token.
+
+Compiling is bounded: llguidance counts the work of a grammar and of a step in "fuel" and gives up (limits below).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.errors import RequestError
+from nanovllm.sampling.rows import SamplingRow
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+
+logger = logging.getLogger("nanovllm")
+# JSON allows endless white space between two values, and small models gladly write it until max_tokens.
+JSON_SPACES = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,32}"}
+# Each of these could ban what the grammar demands, and then nothing could be sampled.
+CONFLICTS = {"ignore_eos": False, "min_tokens": 0, "allowed_token_ids": None, "bad_words": ()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar(StructuredOutputs):
+    """A specification that was compiled for one request of one engine."""
+
+    source: str = ""  # as llguidance writes it
+    tokenizer: Any = None
+    eos_token_ids: tuple[int, ...] = ()
+    states: dict[bytes, Any] = field(default_factory=dict, repr=False, compare=False)  # output so far -> matcher
+
+    def allowed(self, output_ids: np.ndarray, vocab: int) -> np.ndarray:
+        """[vocab] bool: which token may come next."""
+        matcher = self._matcher(output_ids)
+        mask = np.zeros(vocab, bool)
+        if not matcher.is_error():
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:vocab]
+            mask[: len(bits)] = bits
+        if matcher.is_error():  # out of fuel: end the text rather than the step, which has other people's rows
+            logger.warning("structured output given up: %.200s", str(matcher.get_error()).strip())
+        if not mask.any():
+            mask[[token for token in self.eos_token_ids if token < vocab]] = True
+        return mask
+
+    def _matcher(self, output_ids: np.ndarray) -> Any:
+        key = output_ids.tobytes()
+        if (here := self.states.get(key)) is not None:
+            return here
+        matcher = self.states.pop(output_ids[:-1].tobytes(), None) if len(output_ids) else None
+        if matcher is None:
+            matcher = make_matcher(self.tokenizer, self.source)
+            matcher.consume_tokens(output_ids.tolist())
+        else:
+            matcher.consume_token(int(output_ids[-1]))
+        self.states[key] = matcher
+        return matcher
+
+
+class Grammars:
+    """Compiles for one tokenizer. May be asked by several threads."""
+
+    def __init__(
+        self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int], num_ranks: int = 1
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._hf_tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None  # made on first use: a second for a large vocabulary
+
+    def compiled(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters if they ask for no structure, or are compiled already."""
+        wanted = params.structured_outputs
+        if wanted is None or isinstance(wanted, Grammar):
+            return params
+        for name, harmless in CONFLICTS.items():
+            if getattr(params, name) != harmless:
+                raise RequestError(f"{name}: cannot be combined with structured_outputs")
+        if self._num_ranks > 1:  # parameters travel to the other ranks as JSON, a compiled grammar cannot
+            raise RequestError(f"structured_outputs: not with tensor_parallel_size={self._num_ranks} yet")
+        if not self._eos_token_ids:
+            raise RequestError("structured_outputs: this model has no end token, so no text could ever be complete")
+        assert isinstance(wanted, StructuredOutputs)
+        tokenizer = self._load()
+        source = to_source(wanted)
+        matcher = make_matcher(tokenizer, source)
+        if matcher.is_error():
+            # Its first line says what is wrong with the grammar; the rest may be a dump of it.
+            said = (str(matcher.get_error()).strip().splitlines() or [""])[0][:200]
+            raise RequestError(f"structured_outputs: cannot be compiled: {said}")
+        grammar = Grammar(
+            **{f.name: getattr(wanted, f.name) for f in dataclasses.fields(StructuredOutputs)},
+            source=source, tokenizer=tokenizer, eos_token_ids=self._eos_token_ids,
+        )  # fmt: skip
+        return dataclasses.replace(params, structured_outputs=grammar)
+
+    def _load(self) -> Any:
+        if self._hf_tokenizer is None:
+            raise RequestError("structured_outputs: needs a tokenizer (skip_tokenizer_init is set)")
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise RequestError("structured_outputs: needs llguidance, pip install 'nano-vllm[server]'") from None
+        with self._lock:
+            if self._tokenizer is None:
+                eos = list(self._eos_token_ids)
+                self._tokenizer = from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+            return self._tokenizer
+
+
+def to_source(wanted: StructuredOutputs) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        if wanted.json is not None or wanted.json_object:
+            return str(LLMatcher.grammar_from_json_schema(wanted.json or '{"type": "object"}', defaults=JSON_SPACES))
+        if wanted.regex is not None:
+            return str(LLMatcher.grammar_from_regex(wanted.regex))
+        if wanted.choice is not None:
+            strings = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
+            return str(LLMatcher.grammar_from_lark(f"start: {strings}"))
+        return str(LLMatcher.grammar_from_lark(str(wanted.grammar)))
+    except ValueError as error:
+        raise RequestError(f"structured_outputs: {str(error)[:200]}") from None
+
+
+def make_matcher(tokenizer: Any, source: str) -> Any:
+    from llguidance import LLMatcher, LLParserLimits
+
+    # A quarter of a second for the whole of compiling and 15 ms for a step at the speeds llguidance names
+    limits = LLParserLimits(initial_lexer_fuel=4_000_000, step_lexer_fuel=200_000, max_grammar_size=200_000)
+    return LLMatcher(tokenizer, source, log_level=0, limits=limits)
+
+
+def structured_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    for i, row in enumerate(rows):
+        if isinstance(grammar := row.params.structured_outputs, Grammar):
+            banned = ~grammar.allowed(row.output_ids, logits.shape[-1])
+            logits[i].masked_fill_(torch.from_numpy(banned).to(logits.device), float("-inf"))
+    return logits

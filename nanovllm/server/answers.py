@@ -1,0 +1,222 @@
+"""Answers: a body in, JSON or server-sent events out, for completions and for chat.
+
+An answer does its work when the framework sends it, in one task: encode, admit, generate, send. The first output is
+awaited before the status line goes out, so what fails before the first token has a real status (400, 429, 503, ...);
+after that an error is one more event. If the client leaves, the task is cancelled, and with it the engine's request.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from nanovllm.engine.inputs import EngineInput
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.guard import ClientGone, Guard
+from nanovllm.server.pieces import Follower, Piece, chat_logprobs, completion_logprobs, usage
+from nanovllm.server.prompts import encode_chat, encode_prompts
+from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling
+from nanovllm.server.service import Job, Service
+
+logger = logging.getLogger("nanovllm")
+BodyT = TypeVar("BodyT", bound=Sampling)
+DONE = b"data: [DONE]\n\n"
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # a proxy that collects events defeats streaming
+]  # fmt: skip
+
+
+class Answer(Response, Generic[BodyT]):
+    prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(self, service: Service, body: BodyT, request_id: str) -> None:
+        super().__init__()
+        self.service = service
+        self.body_model = body
+        self.request_id = request_id
+        self.created = int(time.time())
+        self.arrival = time.monotonic()
+        self._started = False  # an event stream whose status line is out
+
+    # ---- what the two kinds differ in --------------------------------------------------------------------------
+
+    def num_prompts(self) -> int:
+        return 1
+
+    def encode(self) -> tuple[list[EngineInput], SamplingParams]:
+        """In another thread: everything that can be refused is refused here."""
+        raise NotImplementedError
+
+    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
+        """Of an event, or of an answer in one go."""
+        raise NotImplementedError
+
+    def opening(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any] | None:
+        """An event before the first of a choice."""
+        return None
+
+    def usage(self, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
+        return usage(outputs)
+
+    # ---- what they have in common ------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with Guard(receive, self.service.options.request_timeout):
+                await self._work(scope, receive, send)
+        except ClientGone:
+            logger.info("request %s: the client left", self.request_id)
+        except Exception as error:
+            if not self._started:
+                raise
+            # The status line is out: the client learns of it by an event.
+            if not isinstance(error, ApiError):
+                logger.error("request %s failed in its stream", self.request_id, exc_info=error)
+            data = event(as_api_error(error).body()) + DONE
+            await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, options = self.body_model, self.service.options
+        self.service.check_model(body.model)
+        if body.user is not None:
+            logger.info("request %s is of user %r", self.request_id, body.user)
+        if not 1 <= body.n <= options.max_n:
+            raise ApiError(400, f"n={body.n}: must be in [1, {options.max_n}]", param="n")
+        with self.service.admit(self.num_prompts() * body.n):
+            inputs, params = await self.service.encode(self.encode)
+            job = Job(self.request_id, inputs, params, body.priority, self.arrival)
+            async with aclosing(self.service.stream(job)) as outputs:
+                if body.stream:
+                    await self._send_events(outputs, send)
+                else:
+                    newest = {index: output async for index, output in outputs}
+                    await JSONResponse(self._whole(newest))(scope, receive, send)
+
+    def _whole(self, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for index, output in sorted(outputs.items()):
+            for completion in output.outputs:
+                piece = Follower().next(completion)
+                assert piece is not None
+                choices.append(self.choice(self._index(index, completion), piece, output))
+        return self._envelope(self.object, choices, usage=self.usage(outputs))
+
+    def _index(self, prompt: int, completion: CompletionOutput) -> int:
+        return prompt * self.body_model.n + completion.index
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self.request_id}", "object": kind, "created": self.created,
+            "model": self.service.model_name, "choices": choices, **more,
+        }  # fmt: skip
+
+    async def _send_events(self, outputs: AsyncIterator[tuple[int, RequestOutput]], send: Send) -> None:
+        async for data in self._events(outputs):
+            if not self._started:
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+                self._started = True
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _events(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
+        asked = self.body_model.stream_options
+        followers: dict[int, Follower] = {}
+        newest: dict[int, RequestOutput] = {}
+        async for prompt, output in outputs:
+            newest[prompt] = output
+            choices = []
+            for completion in output.outputs:
+                index = self._index(prompt, completion)
+                piece = followers.setdefault(index, Follower()).next(completion)
+                if piece is None:
+                    continue
+                if piece.is_first and (opening := self.opening(index, piece, output)):
+                    choices.append(opening)
+                choices.append(self.choice(index, piece, output))
+            more: dict[str, Any] = {}
+            if asked is not None and asked.include_usage:
+                more["usage"] = self.usage(newest) if asked.continuous_usage_stats else None
+            if choices:
+                yield b"".join(event(self._envelope(self.chunk_object, [choice], **more)) for choice in choices)
+        if asked is not None and asked.include_usage:
+            yield event(self._envelope(self.chunk_object, [], usage=self.usage(newest)))
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+
+
+class CompletionAnswer(Answer[CompletionBody]):
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def num_prompts(self) -> int:
+        count, limit = len(self.body_model.prompts), self.service.options.max_prompts
+        if not 1 <= count <= limit:
+            raise ApiError(400, f"prompt: {count} prompts, must be 1 to {limit}", param="prompt")
+        return count
+
+    def encode(self) -> tuple[list[EngineInput], SamplingParams]:
+        engine, body = self.service.engine.engine, self.body_model
+        return encode_prompts(engine, body), engine.grammars.compiled(body.params())
+
+    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
+        body = self.body_model
+        text, num_top = piece.text, body.logprobs or 0
+        positions, offset, first_token = piece.positions, piece.offset, None
+        if body.only_scores:
+            text, positions = "", positions and []
+        if body.echo and output.prompt is not None:
+            if piece.is_first:
+                text = output.prompt + text
+                if positions is not None and output.prompt_logprobs is not None:
+                    positions = [position for position in output.prompt_logprobs if position] + positions
+                    first_token = self.service.engine.engine.tokenizer.decode(output.prompt_token_ids[:1])
+            else:
+                offset += len(output.prompt)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": completion_logprobs(positions, num_top, offset, first_token),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+    def usage(self, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
+        return usage(outputs, drop_new=self.body_model.only_scores)
+
+
+class ChatAnswer(Answer[ChatBody]):
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def encode(self) -> tuple[list[EngineInput], SamplingParams]:
+        engine, body = self.service.engine.engine, self.body_model
+        return [encode_chat(engine, body)], engine.grammars.compiled(body.params())
+
+    def opening(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
+        body = self.body_model
+        content: dict[str, Any] = {"content": piece.text}
+        if not body.stream:
+            content = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {
+            "index": index,
+            "delta" if body.stream else "message": content,
+            "logprobs": chat_logprobs(piece.positions, body.top_logprobs),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }

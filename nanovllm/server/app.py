@@ -1,0 +1,154 @@
+"""The HTTP application: routes, the reading of bodies, and errors in one shape.
+
+    app = make_app(Service(engine, options))        # an ASGI application, for uvicorn or for a test
+
+Bodies are read and parsed here rather than by the framework: within a size and a time, large ones off the event loop,
+and with errors that name the field. The framework's own documentation pages load scripts from elsewhere, so they are
+off; /openapi.json is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from nanovllm import __version__
+from nanovllm.errors import EngineDeadError, RequestError
+from nanovllm.server.answers import ChatAnswer, CompletionAnswer
+from nanovllm.server.errors import ApiError, as_api_error, timed_out
+from nanovllm.server.guard import Gate
+from nanovllm.server.metrics import CONTENT_TYPE
+from nanovllm.server.openapi import describe_bodies
+from nanovllm.server.prompts import detokenize, tokenize
+from nanovllm.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from nanovllm.server.service import Service
+
+logger = logging.getLogger("nanovllm")
+BODY_SECONDS = 30.0  # to send a body: who sends a byte a minute would hold a connection for ever
+SMALL_BODY = 2**16  # bytes parsed at once, in about a millisecond
+BodyT = TypeVar("BodyT", bound=Body)
+BODIES: dict[str, type[Body]] = {
+    "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}  # fmt: skip
+
+
+def make_app(service: Service) -> ASGIApp:
+    app = FastAPI(title="Nano-vLLM", version=__version__, docs_url=None, redoc_url=None)
+    _add_errors(app)
+    _add_generation(app, service)
+    _add_facts(app, service)
+    describe_bodies(app, BODIES)
+    return Gate(app, service.options)
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", response_class=Response)
+    async def completions(request: Request) -> Response:
+        body = await read(request, service, CompletionBody)
+        return CompletionAnswer(service, body, request.scope["request_id"])
+
+    @app.post("/v1/chat/completions", response_class=Response)
+    async def chat_completions(request: Request) -> Response:
+        body = await read(request, service, ChatBody)
+        return ChatAnswer(service, body, request.scope["request_id"])
+
+    @app.post("/tokenize", response_class=Response)
+    async def to_tokens(request: Request) -> Response:
+        body = await read(request, service, TokenizeBody)
+        service.check_model(body.model)
+        return JSONResponse(await service.encode(lambda: tokenize(service.engine.engine, body)))
+
+    @app.post("/detokenize", response_class=Response)
+    async def to_text(request: Request) -> Response:
+        body = await read(request, service, DetokenizeBody)
+        service.check_model(body.model)
+        return JSONResponse(await service.encode(lambda: detokenize(service.engine.engine, body)))
+
+
+def _add_facts(app: FastAPI, service: Service) -> None:
+    def card() -> dict[str, Any]:
+        return {
+            "id": service.model_name, "object": "model", "created": service.started, "owned_by": "nanovllm",
+            "max_model_len": service.engine.engine.max_model_len,
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return card()
+
+    @app.get("/health")
+    async def health() -> Response:
+        reason = service.engine.failure
+        if reason is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "failed", "reason": reason}, 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+async def read(request: Request, service: Service, kind: type[BodyT]) -> BodyT:
+    # Only JSON that says so: a page of another site can make a browser post plain text here, but not JSON.
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(415, "Content-Type: must be application/json", param="Content-Type")
+    try:
+        raw = await asyncio.wait_for(_read_bytes(request, service.options.max_body_bytes), BODY_SECONDS)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise timed_out("sending the body", BODY_SECONDS) from None
+    if len(raw) <= SMALL_BODY:
+        return kind.model_validate_json(raw)
+    return await service.encode(lambda: kind.model_validate_json(raw))
+
+
+async def _read_bytes(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    parts: list[bytes] = []
+    size = int(announced) if announced.isdecimal() else 0
+    if size <= limit:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                break
+            parts.append(part)
+    if size > limit:
+        raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    return b"".join(parts)
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=400)  # nobody reads it
+        if isinstance(error, HTTPException):
+            return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+        body = BODIES.get(request.url.path)
+        problem = as_api_error(error, body.fields() if body else frozenset())
+        if problem.status == 500 and not isinstance(error, ApiError):
+            logger.error("request %s failed", request.scope.get("request_id"), exc_info=error)
+        return problem.response()
+
+    from pydantic import ValidationError
+
+    kinds = (ApiError, ValidationError, RequestError, EngineDeadError, ClientDisconnect, HTTPException, Exception)
+    for kind in kinds:
+        app.add_exception_handler(kind, answer)

@@ -1,0 +1,94 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}.
+
+A message is either one that was written for the user (RequestError) or a fixed sentence. The text of any other
+exception stays in the log: it may hold paths, other people's prompts or a hint for an attacker.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+
+from nanovllm.errors import EngineDeadError, RequestError
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
+    500: "server_error", 503: "service_unavailable_error",
+}  # fmt: skip
+MAX_MESSAGE = 500  # characters: a client that sends a megabyte of nonsense is not sent it back
+ENGINE_FAILED = "the engine has failed and cannot serve requests until it is started anew; /health says more"
+INTERNAL = "the server failed to answer this request; its log says why, under the request id"
+
+
+class ApiError(Exception):
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        # ASCII: a message may quote half a surrogate pair, which has no UTF-8
+        body = json.dumps(self.body(), ensure_ascii=True).encode()
+        return Response(body, self.status, self.headers, media_type=JSONResponse.media_type)
+
+
+def timed_out(what: str, seconds: float) -> ApiError:
+    # The openai client repeats a 408 twice unless told not to, which would treble the load that caused it.
+    return ApiError(408, f"{what} took longer than {seconds:g} s", code="timeout", headers={"x-should-retry": "false"})
+
+
+def as_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> ApiError:
+    """What the client may know of an exception. `fields`: names that may be the `param`."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return from_validation(error)
+    if isinstance(error, RequestError):
+        # Our messages begin with what is wrong: "top_p=3: ...", "logit_bias[7]=...", "stop: ...", "the prompt has ..."
+        found = re.match(r"(?:the )?(\w+)", str(error))
+        name = found[1] if found else ""
+        if name == "prompt" and "messages" in fields and "prompt" not in fields:
+            return ApiError(400, f"messages: {error}", param="messages")
+        return ApiError(400, str(error), param=name if name in fields else None)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, ENGINE_FAILED, code="engine_failed")
+    return ApiError(500, INTERNAL, code="internal_error")
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first fault, by the name of its field."""
+    # Without the input and the context: a body of megabytes is not repeated in a message.
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    fault = max(faults, key=lambda f: _depth(f["loc"]))  # in a union, the branch that got furthest is the one meant
+    place = [str(part) for part in fault["loc"] if isinstance(part, int) or re.fullmatch(r"[\w.-]{1,64}", str(part))]
+    place = [part for part in place if not part.startswith(("list[", "function-", "constrained-"))]
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        message = "unknown field: this server neither honours nor ignores it; leave it out"
+    param = place[0] if place else None
+    where = ".".join(place)
+    return ApiError(400, f"{where}: {message}" if where else message, param=param, code=_code(fault["type"]))
+
+
+def _depth(place: tuple[int | str, ...]) -> int:
+    return sum(isinstance(part, int) for part in place)
+
+
+def _code(kind: str) -> str | None:
+    return {"extra_forbidden": "unknown_field", "missing": "missing_field", "unsupported": "unsupported_field",
+            "json_invalid": "invalid_json"}.get(kind)  # fmt: skip

@@ -1,0 +1,140 @@
+"""Metrics for Prometheus, under the names that vLLM exports, so that its dashboards work here.
+
+Each server has a registry of its own: two in one process do not count each other's requests. What the engine counts
+anyway is read when somebody asks; only times and lengths of requests are recorded as they come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from nanovllm.engine.async_engine import AsyncLLMEngine
+from nanovllm.outputs import RequestOutput
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    def __init__(self, engine: AsyncLLMEngine, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = (model, "0")
+        self._by_reason: dict[str, Any] = {}
+        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to the first token", FIRST_TOKEN)
+        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of a sequence", BETWEEN)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first", BETWEEN
+        )
+        self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", LATENCY)
+        self.queue = self._histogram("request_queue_time_seconds", "Waiting to be scheduled", LATENCY)
+        self.inference = self._histogram("request_inference_time_seconds", "Scheduled to the last token", LATENCY)
+        self.prefill = self._histogram("request_prefill_time_seconds", "Scheduled to the first token", LATENCY)
+        self.decode = self._histogram("request_decode_time_seconds", "First to last token", LATENCY)
+        self.prompt_lens = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
+        self.output_lens = self._histogram("request_generation_tokens", "Tokens of an answer", TOKENS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed or taken from the cache")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self._success = Counter(
+            "vllm:request_success", "Requests that ended, by reason", (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )  # fmt: skip
+        for reason in ("stop", "length", "abort", "error"):  # all are there from the start: a rate needs a zero
+            self._by_reason[reason] = self._success.labels(*self._labels, reason)
+        self.registry.register(EngineCollector(engine, self._labels))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        return Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets).labels(*self._labels)
+
+    def _counter(self, name: str, text: str) -> Any:
+        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(*self._labels)
+
+    def count_end(self, reason: str) -> None:
+        self._by_reason.get(reason, self._by_reason["error"]).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class EngineCollector:
+    """What the engine counts, read at the moment of the question."""
+
+    def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, str]) -> None:
+        self._engine = engine
+        self._labels = labels
+
+    def collect(self) -> Iterator[Any]:
+        scheduler = self._engine.engine.scheduler
+        blocks = scheduler.blocks
+        gauges = {
+            "num_requests_running": ("Sequences that run", len(scheduler.running)),
+            "num_requests_waiting": ("Sequences that wait", len(scheduler.waiting)),
+            "kv_cache_usage_perc": ("Share of KV blocks in use, 1 = all", blocks.num_used / blocks.num_blocks),
+        }
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", blocks.num_queries),
+            "prefix_cache_hits": ("Prompt tokens found there", blocks.num_hits),
+            "num_preemptions": ("Sequences that gave up their blocks for others", scheduler.num_preemptions),
+        }
+        for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in values.items():
+                metric = family(f"vllm:{name}", text, labels=LABELS)
+                metric.add_metric(self._labels, value)
+                yield metric
+
+
+class RequestClock:
+    """Times of one request, from its outputs as they come."""
+
+    def __init__(self, metrics: Metrics, arrival: float) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._counts: list[int] = []  # tokens seen of each completion
+        self._last = arrival
+        self._first: float | None = None
+
+    def see(self, output: RequestOutput) -> None:
+        now = time.monotonic()
+        metrics = self._metrics
+        counts = [len(completion.token_ids) for completion in output.outputs]
+        if self._first is None:
+            self._first = now
+            self._counts = [0] * len(counts)
+            metrics.first_token.observe(now - self._arrival)
+            metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+        else:
+            for count, before in zip(counts, self._counts):
+                if count > before:
+                    metrics.between.observe((now - self._last) / (count - before))
+        metrics.generation_tokens.inc(sum(counts) - sum(self._counts))
+        self._counts, self._last = counts, now
+        if output.finished:
+            self._finish(output, now)
+
+    def abort(self) -> None:
+        self._metrics.count_end("abort")
+
+    def _finish(self, output: RequestOutput, now: float) -> None:
+        metrics, times = self._metrics, output.metrics
+        metrics.latency.observe(now - self._arrival)
+        metrics.prompt_lens.observe(len(output.prompt_token_ids))
+        for completion in output.outputs:
+            metrics.output_lens.observe(len(completion.token_ids))
+        metrics.count_end(output.outputs[0].finish_reason or "error")
+        longest = max(self._counts)
+        if longest > 1 and self._first is not None:
+            metrics.per_token.observe((now - self._first) / (longest - 1))
+        if times.first_scheduled_time is None or times.first_token_time is None or times.finished_time is None:
+            return
+        metrics.queue.observe(times.first_scheduled_time - times.arrival_time)
+        metrics.prefill.observe(times.first_token_time - times.first_scheduled_time)
+        metrics.decode.observe(times.finished_time - times.first_token_time)
+        metrics.inference.observe(times.finished_time - times.first_scheduled_time)

@@ -1,0 +1,60 @@
+"""ServerOptions: where the server listens and what it refuses. No web framework here: the command line reads this.
+
+Every limit exists because without it one request could take the server from the others: a body that is never ended, a
+list of a million prompts, a client that waits for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nanovllm.errors import ConfigError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    host: str = "127.0.0.1"  # only this machine; anything else should come with an api_key
+    port: int = 8000  # 0 = any free one
+    api_key: str | None = None  # clients send it as "Authorization: Bearer KEY"; /health needs none
+    served_model_name: str | None = None  # None = the model's own name
+    max_waiting: int = 256  # sequences beyond max_num_seqs that may wait; more are answered 429
+    request_timeout: float = 600.0  # seconds from arrival to the last token
+    drain_timeout: float = 60.0  # seconds for running requests after SIGTERM
+    encode_timeout: float = 10.0  # seconds for tokenising and templating one request
+    max_body_mb: float = 4.0
+    max_header_kb: int = 16
+    max_prompts: int = 128  # in one request
+    max_n: int = 128  # completions of one prompt
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535), ("max_waiting", 0, 10**6), ("max_header_kb", 1, 1024), ("max_prompts", 1, 10**5),
+            ("max_n", 1, 1024),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name}={value!r}: must be an integer in [{low}, {high}]")
+        for name in ("request_timeout", "drain_timeout", "encode_timeout", "max_body_mb"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value!r}: must be a positive number")
+        for name in ("host", "api_key", "served_model_name"):
+            value = getattr(self, name)
+            if value is None and name != "host":
+                continue
+            if not isinstance(value, str) or not value.strip():
+                raise ConfigError(f"{name}={value!r}: must be a non-empty string")
+            if name == "api_key" and not (value.isascii() and value.isprintable()):
+                raise ConfigError("api_key: must be printable ASCII, since it travels in a header")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 2**20)
+
+    @property
+    def is_open(self) -> bool:
+        """Reachable from other machines by anyone."""
+        return self.host not in LOOPBACK and self.api_key is None

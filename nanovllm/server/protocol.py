@@ -1,0 +1,243 @@
+"""The bodies that clients send, as OpenAI and vLLM name their fields.
+
+Every field is honoured or refused by name: an unknown one is an error, and one of OpenAI's that this server does not
+know how to honour passes only with the value that asks for nothing. `null` means "not given", as in OpenAI's API.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import ApiError
+
+# Each of these is walked once a step, or decoded for each token, by a thread that all requests share.
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_IDS = 4096
+MAX_STOPS = 16
+MAX_BAD_WORDS = 128
+
+ShortText = Annotated[str, Field(max_length=1024)]
+ROLES = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields we cannot honour -> values that ask for nothing
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = {name: value for name, value in data.items() if value is not None}
+        for name in data.keys() & cls.HARMLESS.keys():
+            if not any(_same(data[name], value) for value in cls.HARMLESS[name]):
+                raise ApiError(400, f"{name}: this server does not support it", param=name, code="unsupported_field")
+            del data[name]
+        return data
+
+    @classmethod
+    def fields(cls) -> frozenset[str]:
+        return frozenset(cls.model_fields)
+
+
+def _same(given: Any, value: Any) -> bool:
+    return type(given) is type(value) and given == value  # False is not 0
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(Body):
+    name: ShortText
+    description: str | None = None  # for the model, says OpenAI; ours sees only what the template shows it
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # the text always follows the schema
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_if_asked(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ApiError(400, "response_format: json_schema goes with type json_schema", param="response_format")
+        return self
+
+
+class Sampling(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_IDS)] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_IDS)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's: one of json, json_object, regex, choice, grammar
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    cache_salt: ShortText | None = None
+    user: ShortText | None = None  # goes to the log beside the request id
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
+        return self
+
+    def _params(self, **others: Any) -> SamplingParams:
+        same = (
+            "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias",
+            "allowed_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in same}
+        return SamplingParams(**values, structured_outputs=self._structure(), **others)
+
+    def _structure(self) -> dict[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return self.structured_outputs
+        if self.structured_outputs is not None:
+            raise ApiError(400, "response_format: cannot be combined with structured_outputs", param="response_format")
+        return {"json_object": True} if wanted.json_schema is None else {"json": wanted.json_schema.schema_}
+
+
+TokenIds = list[int]
+
+
+class CompletionBody(Sampling):
+    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: int = 16
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str] | list[TokenIds]:
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+    @property
+    def only_scores(self) -> bool:
+        """max_tokens=0 with echo: the prompt and its log probabilities, nothing new."""
+        return self.max_tokens == 0 and self.echo
+
+    def params(self) -> SamplingParams:
+        return self._params(
+            max_tokens=1 if self.only_scores else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tool_calls": ([],), "function_call": (), "refusal": (), "audio": (), "tool_call_id": (),
+    }  # fmt: skip
+
+    role: ROLES
+    content: str | list[TextPart]
+    name: ShortText | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        parts = data.get("content") if isinstance(data, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                named = f"{kind!r:.40}" if isinstance(kind, str) else "without a type"
+                raise ApiError(
+                    400, f"messages: a content part {named}: this server reads text only and fetches nothing",
+                    param="messages", code="unsupported_content",
+                )  # fmt: skip
+        return data
+
+    def for_template(self) -> dict[str, str]:
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        # OpenAI's newer name of the same role; templates of open models know the older one
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=2048)]
+
+
+class ChatBody(Sampling):
+    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tools": ([],), "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none",),
+        "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "reasoning_effort": (),
+        "verbosity": (), "store": (False,), "metadata": ({},), "service_tier": ("auto", "default"),
+        "safety_identifier": (), "prompt_cache_key": (), "chat_template": (), "chat_template_kwargs": ({},),
+    }  # fmt: skip
+
+    messages: Messages
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise ApiError(400, "max_tokens: differs from max_completion_tokens; give one", param="max_tokens")
+        return self
+
+    def params(self) -> SamplingParams:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self._params(max_tokens=limit, logprobs=self.top_logprobs if self.logprobs else None)
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True  # of a prompt; a chat template brings its own
+    add_generation_prompt: bool = True  # of messages
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "prompt: give exactly one of prompt and messages", param="prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,95 @@
+"""Run the server until SIGTERM or Ctrl-C: then nobody is let in, whoever runs may finish, and the process exits 0."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.server.app import make_app
+from nanovllm.server.engine import ServedEngine
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.service import Service
+
+logger = logging.getLogger("nanovllm")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's own handler raises the signal once more after the drain, so the process would die of it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """Before the model is loaded: a port that is taken should not be found out a minute later."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    # With the protocol named, asyncio sets TCP_NODELAY on every connection. Without it, headers and body of an answer
+    # leave in two packets and the second waits for the client's delayed acknowledgement: 40 ms a request.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((options.host, options.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {options.host}:{options.port} ({error}): try another --port") from None
+    listener.set_inheritable(False)
+    return listener
+
+
+def make_server(service: Service) -> Server:
+    options = service.options
+    config = uvicorn.Config(
+        make_app(service),
+        http="h11",  # the one that bounds headers
+        h11_max_incomplete_event_size=options.max_header_kb * 1024,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(options.drain_timeout)),
+    )
+    return Server(config)
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], None]) -> None:
+    listener = listen(options)
+    if options.is_open:
+        say(f"warning: anyone who can reach {options.host} can use this server; set --api-key")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logger.setLevel(logging.INFO)
+    try:
+        service = Service(ServedEngine(config), options)
+    except BaseException:
+        listener.close()
+        raise
+    try:
+        say(f"{service.model_name} at {address_of(listener)}/v1 (Ctrl-C ends)")
+        make_server(service).run(sockets=[listener])
+    finally:
+        service.close()
+    say("all requests are answered, the engine is closed")

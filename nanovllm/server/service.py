@@ -1,0 +1,167 @@
+"""Service: what stands between HTTP and the engine. Admits or refuses, encodes off the event loop, streams outputs.
+
+    with service.admit(num_seqs):
+        inputs = await service.encode(lambda: ...)
+        async for index, output in service.stream(job): ...
+
+Everything here runs on the event loop, except what is handed to `encode`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from nanovllm.engine.inputs import EngineInput
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.engine import ServedEngine
+from nanovllm.server.errors import ENGINE_FAILED, INTERNAL, ApiError, timed_out
+from nanovllm.server.metrics import Metrics, RequestClock
+from nanovllm.server.options import ServerOptions
+
+T = TypeVar("T")
+ENCODERS = 4  # threads; a tokenizer releases the interpreter's lock, a template does not
+MAX_RETRY_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a client: some prompts, each sampled params.n times."""
+
+    request_id: str
+    inputs: list[EngineInput]
+    params: SamplingParams
+    priority: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+
+
+class Service:
+    def __init__(self, engine: ServedEngine, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        model = engine.engine.config.model
+        self.model_name = options.served_model_name or (Path(model).name if Path(model).exists() else model)
+        self.started = int(time.time())
+        self.metrics = Metrics(engine, self.model_name)
+        self.capacity = engine.engine.scheduler.limits.max_num_seqs + options.max_waiting
+        self.num_admitted = 0  # sequences from admission to their last token
+        self._seconds_per_request = 1.0  # a moving mean, for Retry-After
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="nanovllm-encode")
+        self._numbers = itertools.count()
+
+    def close(self) -> None:
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+        self.engine.close()
+
+    def check_alive(self) -> None:
+        if self.engine.failure is not None:
+            raise ApiError(503, ENGINE_FAILED, code="engine_failed")
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404, f"model {name!r:.80}: this server has only {self.model_name!r}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    @contextlib.contextmanager
+    def admit(self, num_seqs: int) -> Iterator[None]:
+        """Hold a place in the line, or be told to come back: a queue without end only hides that we are too slow."""
+        self.check_alive()
+        if num_seqs > self.capacity:
+            message = f"n: {num_seqs} completions at once, this server takes at most {self.capacity}"
+            raise ApiError(400, message, param="n")
+        if self.num_admitted + num_seqs > self.capacity:
+            seconds = min(MAX_RETRY_SECONDS, max(1, math.ceil(self._seconds_per_request)))
+            raise ApiError(
+                429, f"{self.num_admitted} completions run or wait, the limit is {self.capacity}: try again later",
+                code="queue_full", headers={"Retry-After": str(seconds)},
+            )  # fmt: skip
+        self.num_admitted += num_seqs
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.num_admitted -= num_seqs
+            self._seconds_per_request += 0.1 * (time.monotonic() - started - self._seconds_per_request)
+
+    async def encode(self, work: Callable[[], T]) -> T:
+        """Run in another thread, for at most encode_timeout. A thread cannot be stopped: past its time only the client
+        is released, so what is given here must be bounded by other limits (characters, tokens) as well."""
+        seconds = self.options.encode_timeout
+        future = asyncio.get_running_loop().run_in_executor(self._encoders, work)
+        try:
+            return await asyncio.wait_for(future, seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise timed_out("tokenising or templating", seconds) from None
+
+    async def stream(self, job: Job) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, its newest output), until all are finished. Leaving early aborts what still runs."""
+        if len(job.inputs) == 1:
+            async with aclosing(self._one(job, 0)) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        async with aclosing(self._many(job)) as pairs:
+            async for pair in pairs:
+                yield pair
+
+    async def _one(self, job: Job, index: int) -> AsyncIterator[RequestOutput]:
+        # The client's id may be in use by another request of its; the engine's must be unique.
+        name = f"{job.request_id}-{index}-{next(self._numbers)}"
+        clock = RequestClock(self.metrics, job.arrival)
+        outputs = self.engine.generate(job.inputs[index], job.params, name, priority=job.priority)  # type: ignore[arg-type]
+        finished = False
+        try:
+            async with aclosing(outputs) as steps:  # type: ignore[type-var]
+                async for output in steps:
+                    finished = output.finished
+                    clock.see(output)
+                    if output.error is not None:  # logged by the engine, with its trace
+                        raise ApiError(500, INTERNAL, code="step_failed")
+                    yield output
+        finally:
+            if not finished:
+                clock.abort()
+
+    async def _many(self, job: Job) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Outputs are cumulative, so of each prompt only the newest is kept for a reader that is slow."""
+        newest: dict[int, RequestOutput] = {}
+        changed = asyncio.Event()
+
+        async def follow(index: int) -> None:
+            async with aclosing(self._one(job, index)) as outputs:
+                async for output in outputs:
+                    newest[index] = output
+                    changed.set()
+
+        tasks = [asyncio.create_task(follow(index)) for index in range(len(job.inputs))]
+        for task in tasks:
+            task.add_done_callback(lambda _: changed.set())
+        try:
+            while True:
+                await changed.wait()
+                changed.clear()
+                for task in tasks:
+                    if task.done():
+                        task.result()  # raises what ended it
+                done = all(task.done() for task in tasks)
+                ready, newest = newest, {}
+                for pair in ready.items():
+                    yield pair
+                if done:
+                    return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,164 @@
+"""Structured output: whatever a random model would like to say, it says only what the grammar allows."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm.sampling.structured import Grammar, Grammars
+from nanovllm.sampling_params import MAX_STRUCTURE, StructuredOutputs
+from tests.tiny_models import TinyModel
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object", "required": ["name", "age", "tags"], "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 2},
+    },
+}  # fmt: skip
+
+
+def texts(llm: LLM, wanted: Any, n: int = 6, **options: Any) -> list[str]:
+    """Only those that had the room to end."""
+    params = SamplingParams(structured_outputs=wanted, n=n, **{"max_tokens": 140, "seed": 0, **options})
+    [output] = llm.generate(["the rain"], params, use_tqdm=False)
+    assert all(c.finish_reason in ("stop", "length") for c in output.outputs)
+    return [c.text for c in output.outputs if c.finish_reason == "stop"]
+
+
+def test_choice(llm: LLM) -> None:
+    choices = ["red", "green", "gr\u00fcn \"quoted\" \\ \n", "雨"]
+    found = texts(llm, {"choice": choices}, n=12, temperature=50.0)
+    assert len(found) == 12
+    assert set(found) <= set(choices)
+    assert len(set(found)) > 1
+
+
+def test_regex(llm: LLM) -> None:
+    found = texts(llm, StructuredOutputs(regex="[0-9]{3}-[a-c]{1,5}x?"))
+    assert len(found) == 6
+    assert all(re.fullmatch("[0-9]{3}-[a-c]{1,5}x?", text) for text in found)
+
+
+def test_json_schema(llm: LLM) -> None:
+    for form in (SCHEMA, json.dumps(SCHEMA)):
+        found = [json.loads(text) for text in texts(llm, {"json": form}, n=12)]
+        assert len(found) >= 6
+        for value in found:
+            assert set(value) == {"name", "age", "tags"}
+            assert len(value["name"]) <= 4
+            assert 0 <= value["age"] <= 120
+            assert set(value["tags"]) <= {"x", "y"}
+
+
+def test_json_object(llm: LLM) -> None:
+    found = texts(llm, {"json_object": True})
+    assert found
+    assert all(isinstance(json.loads(text), dict) for text in found)
+
+
+def test_grammar(llm: LLM) -> None:
+    found = texts(llm, {"grammar": 'start: "ab" inner\ninner: /[cd]/ | "(" inner ")"'})
+    assert found
+    assert all(re.fullmatch(r"ab(\()*[cd](\))*", t) and t.count("(") == t.count(")") for t in found)
+
+
+def test_together_with_everything_else(llm: LLM) -> None:
+    """A grammar for one row leaves the other rows of the batch alone, and edits for its own row still count."""
+    plain = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    alone = llm.generate(["the men"], plain, use_tqdm=False)[0]["token_ids"]
+    yes = llm.engine.tokenizer.encode("yes", add_special_tokens=False)[0]
+    wanted = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, logit_bias={yes: 100.0}, logprobs=2)
+    both = llm.generate(["the men", "the men"], [plain, wanted], use_tqdm=False)
+    assert both[0]["token_ids"] == alone
+    assert both[1]["text"] == "yes"
+    assert all(len(position) >= 2 for position in both[1]["logprobs"])
+
+
+def test_greedy_twins_and_preemption(make_llm: Callable[..., LLM]) -> None:
+    """Twins share a state; a preempted sequence has lost its own."""
+    roomy = make_llm()
+    few = make_llm(num_kvcache_blocks=10, max_num_seqs=6)
+    wanted = {"regex": "[a-z ]{60,80}"}
+    for options in ({"temperature": 0}, {"seed": 1}):
+        expected = texts(roomy, wanted, **options)
+        before = few.engine.scheduler.num_preemptions
+        assert texts(few, wanted, **options) == expected
+        assert few.engine.scheduler.num_preemptions > before
+        assert len(expected) == 6
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{}, {"regex": "a", "choice": ["b"]}, {"x": 1}, {"choice": []}, {"choice": [1]}, {"json": 5}, {"regex": ""},
+     {"json_object": False}, {"json_object": 1}, {"regex": "a" * (MAX_STRUCTURE + 1)}, "regex", 5],
+)  # fmt: skip
+def test_wrong_specifications(wanted: Any) -> None:
+    with pytest.raises(RequestError, match="structured_outputs"):
+        SamplingParams(structured_outputs=wanted)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"regex": "("}, {"grammar": "nonsense!"}, {"json": "{"}, {"json": {"type": 5}}, {"grammar": "start: missing"},
+     {"json": {"$ref": "http://127.0.0.1:9/s"}}, {"json": '{"items":' * 300 + "{}" + "}" * 300}],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_refused(llm: LLM, wanted: Any) -> None:
+    with pytest.raises(RequestError, match="structured_outputs"):
+        llm.generate(["a"], SamplingParams(structured_outputs=wanted), use_tqdm=False)
+
+
+NASTY = [
+    {"regex": "(a{1,1000}){1,1000}"}, {"regex": "(.*a.{1,500}){50}"},
+    {"regex": "|".join(f"{i:040}" for i in range(2000))},
+    {"json": {"properties": {f"p{i}": {"type": "string", "pattern": "^.*a.{12}b$"} for i in range(800)}}},
+    {"grammar": "start: A\nA: " + " & ".join(f"/.*{c}.{{{k}}}.*/" for k, c in enumerate("abcdefghijklmn", 5))},
+    {"grammar": 'start: x\nx: x x | "a" | ""'}, {"choice": ["x" * 1000] * 90},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", NASTY, ids=lambda x: str(x)[:40])
+def test_grammars_made_to_be_slow_are_bounded(llm: LLM, wanted: Any) -> None:
+    """Compiled or refused, run or given up: within a second here, and the row beside it is not touched."""
+    plain = SamplingParams(max_tokens=10, seed=3, ignore_eos=True)
+    alone = llm.generate(["the men"], plain, use_tqdm=False)[0]["token_ids"]
+    started = time.monotonic()
+    try:
+        slow = SamplingParams(structured_outputs=wanted, max_tokens=10)
+        both = llm.generate(["the men", "the men"], [plain, slow], use_tqdm=False)
+    except RequestError:
+        return
+    assert time.monotonic() - started < 5
+    assert both[0]["token_ids"] == alone
+
+
+@pytest.mark.parametrize(
+    "other", [{"ignore_eos": True}, {"min_tokens": 1}, {"allowed_token_ids": [5]}, {"bad_words": ["a"]}]
+)
+def test_what_could_leave_nothing_is_refused(llm: LLM, other: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(other))):
+        llm.generate(["a"], SamplingParams(structured_outputs={"regex": "a"}, **other), use_tqdm=False)
+
+
+def test_compiled_once_for_a_request(llm: LLM, llama: TinyModel) -> None:
+    grammars = llm.engine.grammars
+    params = SamplingParams(structured_outputs={"regex": "a"})
+    once = grammars.compiled(params)
+    assert isinstance(once.structured_outputs, Grammar)
+    assert grammars.compiled(once) is once
+    assert grammars.compiled(params).structured_outputs is not once.structured_outputs
+    with pytest.raises(RequestError, match="tokenizer"):
+        Grammars(None, 300, [2]).compiled(params)
+    with pytest.raises(RequestError, match="tensor_parallel_size=2"):
+        Grammars(llm.engine.tokenizer, 300, [2], 2).compiled(params)
+    with pytest.raises(RequestError, match="end token"):
+        Grammars(llm.engine.tokenizer, 300, []).compiled(params)

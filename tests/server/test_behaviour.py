@@ -1,0 +1,333 @@
+"""Under load and in trouble: who leaves frees the blocks, who is too many is told, who fails hurts nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.rig import Running, running, until
+from tests.tiny_models import TinyModel
+
+LONG = {"prompt": "the rain", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+
+
+def slow_down(server: Running, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> list[float]:
+    """Steps of a known length; returns when each began."""
+    step, began = server.engine.step, []
+
+    def slow() -> Any:
+        began.append(time.monotonic())
+        time.sleep(seconds)
+        return step()
+
+    monkeypatch.setattr(server.engine, "step", slow)
+    return began
+
+
+def is_running(server: Running, count: int = 1) -> bool:
+    return len(server.engine.scheduler.running) == count
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_client_that_leaves_frees_its_blocks_within_a_step(
+    server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool, many: bool
+) -> None:
+    began = slow_down(server, monkeypatch)
+    body = {**LONG, "stream": stream, "prompt": ["the rain", "men"] if many else "the rain", "n": 2}
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + data)
+        until(lambda: is_running(server, 4 if many else 2))
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    left = len(began)
+    until(server.is_empty)
+    assert len(began) - left <= 4  # the socket's news, the abort: each waits for the step that runs at most
+    assert server.engine.stats.generated_tokens > 0
+
+
+def test_a_client_that_leaves_while_waiting(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(llama.path, {"max_num_seqs": 1, "max_num_batched_tokens": 16}) as server:
+        slow_down(server, monkeypatch)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(server.post, "/v1/completions", LONG)
+            until(lambda: is_running(server))
+            with pytest.raises(httpx.ReadTimeout), server.http() as http:
+                http.post("/v1/completions", json=LONG, timeout=0.3)
+            until(lambda: len(server.engine.scheduler.waiting) == 0)
+            assert first.result().json()["usage"]["completion_tokens"] == 150
+        until(server.is_empty)
+
+
+def test_the_queue_has_an_end(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    with running(llama.path, options, max_waiting=2) as server, ThreadPoolExecutor(4) as pool:
+        slow_down(server, monkeypatch)
+        taken = [pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 40}) for _ in range(4)]
+        until(lambda: server.service.num_admitted == 4)
+        refused = server.post("/v1/completions", LONG)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        with server.client() as client, pytest.raises(openai.RateLimitError):
+            client.completions.create(model=server.model, prompt="a", max_tokens=1, stream=True)
+        never = server.post("/v1/completions", {**LONG, "n": 5})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+        assert [one.result().status_code for one in taken] == [200] * 4
+        assert server.post("/v1/completions", {**LONG, "n": 4, "max_tokens": 4}).status_code == 200
+        until(server.is_empty)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_may_take_only_so_long(llama: TinyModel, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    with running(llama.path, request_timeout=0.5) as server:
+        slow_down(server, monkeypatch)
+        with server.client() as client:
+            settings: dict[str, Any] = {"model": server.model, "prompt": "the", "max_tokens": 150}
+            if stream:
+                with pytest.raises(openai.APIError, match=r"0\.5 s") as found:
+                    list(client.completions.create(**settings, stream=True, extra_body={"ignore_eos": True}))
+            else:
+                with pytest.raises(openai.APIStatusError, match=r"0\.5 s") as found:
+                    client.completions.create(**settings, extra_body={"ignore_eos": True})
+                assert found.value.status_code == 408  # type: ignore[attr-defined]
+                assert found.value.response.headers["x-should-retry"] == "false"  # type: ignore[attr-defined]
+        until(server.is_empty)
+        assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 2}).status_code == 200
+
+
+def test_slow_templates_are_cut_off_and_do_not_hold_up_others(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(llama.path, encode_timeout=0.3) as server:
+        go_on = threading.Event()
+        monkeypatch.setattr(server.engine.inputs, "render_chat", lambda *_: go_on.wait(20))
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        with ThreadPoolExecutor(2) as pool:
+            slow = pool.submit(server.post, "/v1/chat/completions", body)
+            assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 2}).status_code == 200
+            assert slow.result().status_code == 408
+        go_on.set()
+        until(server.is_empty)
+
+
+def test_health_answers_while_the_engine_is_busy(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(server, monkeypatch, 0.3)
+    with ThreadPoolExecutor(1) as pool, server.http() as http:
+        busy = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 5})
+        until(lambda: is_running(server))
+        for _ in range(10):
+            started = time.monotonic()
+            assert http.get("/health").status_code == 200
+            assert http.get("/metrics").status_code == 200
+            assert time.monotonic() - started < 0.25
+        assert busy.result().status_code == 200
+
+
+def test_no_packet_waits_for_an_acknowledgement(server: Running) -> None:
+    """Nagle's algorithm and delayed acknowledgements together cost 40 ms for each answer of two writes."""
+    with server.http() as http:
+        times = []
+        for _ in range(12):
+            started = time.monotonic()
+            http.get("/health")
+            times.append(time.monotonic() - started)
+    assert sorted(times)[6] < 0.03
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failed_step_is_an_error_without_its_text(
+    server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    launch, count = server.engine.executor.launch, []
+
+    def failing(plan: Any) -> Any:
+        count.append(plan)
+        if len(count) == 3:
+            raise RuntimeError("a secret")
+        return launch(plan)
+
+    monkeypatch.setattr(server.engine.executor, "launch", failing)
+    answer = server.post("/v1/completions", {**LONG, "stream": stream})
+    assert "secret" not in answer.text
+    if stream:
+        assert answer.status_code == 200
+        *_, last, done = [line for line in answer.text.split("\n\n") if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "step_failed"
+        assert done == "data: [DONE]"
+    else:
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "step_failed"
+    assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 2}).status_code == 200
+
+
+def test_a_poisoned_request_hurts_nobody(server: Running) -> None:
+    """Bad ones of every kind among good ones: the good ones' tokens are as if they were alone."""
+    good = {**LONG, "max_tokens": 40}
+    alone = server.post("/v1/completions", good).json()["choices"][0]["text"]
+    bad: list[dict[str, Any]] = [
+        {"prompt": [5] * 159}, {"prompt": [5] * 10_000}, {"prompt": []}, {"n": 16, "best_of": 3},
+        {"temperature": 1e-300}, {"logit_bias": {str(i): -100 for i in range(300)}}, {"allowed_token_ids": [0]},
+        {"logprobs": 20, "n": 16},
+        {"stop": ["\x00"]}, {"temperature": 100, "top_k": 1}, {"prompt": "\x00" * 100}, {"repetition_penalty": 1e-9},
+    ]  # fmt: skip
+    with ThreadPoolExecutor(12) as pool:
+        goods = [pool.submit(server.post, "/v1/completions", good) for _ in range(6)]
+        bads = [pool.submit(server.post, "/v1/completions", {"prompt": "the", "max_tokens": 8, **b}) for b in bad]
+        assert [one.result().json()["choices"][0]["text"] for one in goods] == [alone] * 6
+        assert {one.result().status_code for one in bads} <= {200, 400, 429}
+
+
+def test_an_engine_that_died(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise AssertionError("a secret invariant")
+
+    with running(llama.path) as server, ThreadPoolExecutor(2) as pool:
+        slow_down(server, monkeypatch)
+        waiting = pool.submit(server.post, "/v1/completions", LONG)
+        streaming = pool.submit(server.post, "/v1/completions", {**LONG, "stream": True})
+        until(lambda: is_running(server, 2))
+        until(lambda: server.engine.stats.generated_tokens > 8)
+        monkeypatch.setattr(server.engine.scheduler, "schedule", broken)
+        assert waiting.result().status_code == 503
+        assert "engine_failed" in streaming.result().text
+        with server.http() as http:
+            health = http.get("/health")
+            assert http.get("/v1/models").status_code == 200
+            assert http.get("/metrics").status_code == 200
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert "AssertionError" in health.json()["reason"]
+        later = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert later.status_code == 503
+        for answer in (waiting.result(), streaming.result(), later, health):
+            assert "secret" not in answer.text
+        assert server.service.num_admitted == 0
+
+
+def test_priority(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "scheduling_policy": "priority"}
+    with running(llama.path, options) as server, ThreadPoolExecutor(4) as pool:
+        slow_down(server, monkeypatch, 0.01)
+        order: list[int] = []
+
+        def ask(priority: int) -> None:
+            body = {"prompt": "the", "max_tokens": 20, "priority": priority, "ignore_eos": True}
+            assert server.post("/v1/completions", body).status_code == 200
+            order.append(priority)
+
+        first = pool.submit(ask, -100)
+        until(lambda: is_running(server))
+        others = []
+        for number, priority in enumerate((5, 1, 3), 1):
+            others.append(pool.submit(ask, priority))
+            until(lambda n=number: len(server.engine.scheduler.waiting) == n)
+        for one in (first, *others):
+            one.result()
+        assert order == [-100, 1, 3, 5]
+
+
+def test_the_user_is_in_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "nanovllm"):
+        body = {"prompt": "the", "max_tokens": 1, "user": "ann"}
+        assert server.post("/v1/completions", body, headers={"X-Request-Id": "r7"}).status_code == 200
+    assert "request r7 is of user 'ann'" in caplog.text
+
+
+def test_a_slow_reader_holds_up_nobody_and_gets_all(server: Running) -> None:
+    """It reads nothing until the others are done; what it then reads is whole."""
+    body = {**LONG, "n": 4, "stream": True, "logprobs": 20}
+    with server.http() as http, http.stream("POST", "/v1/completions", json=body) as slow:
+        assert server.post("/v1/completions", LONG).status_code == 200
+        until(lambda: not server.engine.has_unfinished_requests())
+        events = [json.loads(line[6:]) for line in slow.iter_lines() if line.startswith("data: {")]
+    tokens = [0] * 4
+    for event in events:
+        [choice] = event["choices"]
+        tokens[choice["index"]] += len(choice["logprobs"]["tokens"])
+    assert tokens == [150] * 4
+
+
+def test_two_servers_in_one_process(llama: TinyModel) -> None:
+    with running(llama.path) as one, running(llama.path, served_model_name="other") as two:
+        one.post("/v1/completions", {"prompt": "the", "max_tokens": 3})
+        with two.http() as http:
+            assert 'vllm:generation_tokens_total{engine="0",model_name="other"} 0.0' in http.get("/metrics").text
+            assert http.get("/v1/models").json()["data"][0]["id"] == "other"
+
+
+def start_process(model: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "nanovllm", "serve", "--model", str(model), "--device", "cpu", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--num-kvcache-blocks", "64", *options], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stderr
+    for line in process.stderr:
+        if " at http://127.0.0.1:" in line:
+            return process, line.split(" at ")[1].split("/v1")[0]
+    raise AssertionError("the server did not start")
+
+
+def test_sigterm_finishes_what_runs_then_exits_with_0(llama: TinyModel) -> None:
+    process, url = start_process(llama.path)
+    try:
+        body = {"prompt": "the rain", "max_tokens": 150, "ignore_eos": True, "stream": True, "temperature": 0}
+        lines: list[tuple[float, str]] = []
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            for line in answer.iter_lines():
+                if not lines:
+                    process.send_signal(signal.SIGTERM)
+                if line:
+                    lines.append((time.monotonic(), line))
+        assert lines[-1][1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in lines[-2][1]
+        assert all(later >= earlier for (earlier, _), (later, _) in pairwise(lines))
+        assert process.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_drain_has_an_end(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with running(llama.path, drain_timeout=1) as server:
+            slow_down(server, monkeypatch, 0.1)
+            endless = pool.submit(server.post, "/v1/completions", {**LONG, "stream": True})
+            until(lambda: is_running(server))
+            started = time.monotonic()
+        assert time.monotonic() - started < 8  # 150 steps would take 15 s
+        with pytest.raises(httpx.RemoteProtocolError):
+            endless.result()
+        assert server.service.num_admitted == 0
+
+
+def test_ctrl_c_when_idle_exits_with_0(llama: TinyModel) -> None:
+    process, url = start_process(llama.path, "--drain-timeout", "1")
+    try:
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()

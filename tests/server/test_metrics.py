@@ -1,0 +1,97 @@
+"""/metrics: vLLM's names, numbers that add up, and a dashboard that asks only for what is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.rig import Running, running, until
+from tests.tiny_models import TinyModel
+
+DASHBOARD = Path(__file__).parents[2] / "docs/grafana/nanovllm.json"
+
+
+@pytest.fixture
+def fresh(llama: TinyModel) -> Iterator[Running]:
+    with running(llama.path) as server:
+        yield server
+
+
+def read(server: Running) -> dict[str, float]:
+    """Sample name and, for several, the label that tells them apart -> value."""
+    with server.http() as http:
+        answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == server.model
+            extra = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[sample.name + "".join(f" {value}" for value in extra.values())] = sample.value
+    return found
+
+
+NAMES = [
+    "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count",
+    "vllm:e2e_request_latency_seconds_count", "vllm:num_requests_running", "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total", "vllm:prompt_tokens_total", "vllm:generation_tokens_total",
+    "vllm:request_success_total length", "vllm:request_success_total stop", "vllm:request_success_total abort",
+    "vllm:request_queue_time_seconds_count", "vllm:request_prompt_tokens_count",
+    "vllm:request_generation_tokens_count", "vllm:request_time_per_output_token_seconds_count",
+]  # fmt: skip
+
+
+def test_all_names_are_there_from_the_start(fresh: Running) -> None:
+    found = read(fresh)
+    assert {name: found.get(name) for name in NAMES} == dict.fromkeys(NAMES, 0.0)
+
+
+def test_numbers_add_up(fresh: Running) -> None:
+    prompt = list(range(10, 50))
+    for _ in range(2):
+        body = {"prompt": prompt, "max_tokens": 8, "n": 2, "ignore_eos": True}
+        assert fresh.post("/v1/completions", body).status_code == 200
+    assert fresh.post("/v1/completions", {"prompt": [300]}).status_code == 400
+    found = read(fresh)
+    assert found["vllm:prompt_tokens_total"] == 80
+    assert found["vllm:generation_tokens_total"] == 32
+    assert found["vllm:request_success_total length"] == 2
+    assert found["vllm:time_to_first_token_seconds_count"] == 2
+    assert found["vllm:e2e_request_latency_seconds_count"] == 2
+    assert found["vllm:request_generation_tokens_sum"] == 32
+    assert found["vllm:time_to_first_token_seconds_sum"] <= found["vllm:e2e_request_latency_seconds_sum"]
+    assert 1 <= found["vllm:inter_token_latency_seconds_count"] <= 28
+    assert found["vllm:prefix_cache_queries_total"] == 160
+    assert found["vllm:prefix_cache_hits_total"] == 32 * 3
+    assert found["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_what_runs_and_who_left(fresh: Running) -> None:
+    body = {"prompt": "the rain", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    step = fresh.engine.step
+    fresh.engine.step = lambda: (time.sleep(0.01), step())[1]
+    with fresh.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+        found = read(fresh)
+        assert found["vllm:num_requests_running"] == 1
+        assert found["vllm:kv_cache_usage_perc"] > 0
+    until(fresh.is_empty)
+    until(lambda: read(fresh)["vllm:request_success_total abort"] == 1)
+
+
+def test_the_dashboard_asks_only_for_what_is_there(fresh: Running) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = set(re.findall(r"vllm:\w+", DASHBOARD.read_text()))
+    with fresh.http() as http:
+        text = http.get("/metrics").text
+    there = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert asked <= there
+    assert len(dashboard["panels"]) >= 8
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -1,0 +1,50 @@
+"""response_format and structured_outputs over HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from tests.server.rig import Running
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def test_response_format(server: Running, client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    answer = client.chat.completions.create(
+        model=server.model, messages=MESSAGES, response_format=form, n=4, seed=0, max_tokens=120  # type: ignore[arg-type]
+    )
+    done = [choice for choice in answer.choices if choice.finish_reason == "stop"]
+    assert done
+    assert {json.loads(choice.message.content)["a"] for choice in done} <= {1, 2}
+    answer = client.chat.completions.create(
+        model=server.model, messages=MESSAGES, response_format={"type": "json_object"}, seed=1, n=4, max_tokens=120,
+    )  # fmt: skip
+    done = [choice for choice in answer.choices if choice.finish_reason == "stop"]
+    assert done
+    assert all(isinstance(json.loads(choice.message.content), dict) for choice in done)
+
+
+def test_structured_outputs_in_a_stream(server: Running, client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model=server.model, prompt="a", stream=True, max_tokens=40,
+        extra_body={"structured_outputs": {"choice": ["red rain", "blue"]}},
+    )  # fmt: skip
+    assert "".join(chunk.choices[0].text for chunk in stream) in ("red rain", "blue")
+
+
+def test_a_plain_text_format_asks_for_nothing(server: Running) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "response_format": {"type": "text"}}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+
+
+def test_a_grammar_that_cannot_be_compiled(server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}
+    answer = server.post("/v1/chat/completions", {"messages": MESSAGES, "response_format": form})
+    assert (answer.status_code, "compiled" in answer.json()["error"]["message"]) == (400, True)
