@@ -12,8 +12,6 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from nanovllm.attention.select import select_backend
 from nanovllm.bench.named import CEILINGS, decode_limit_seconds
 from nanovllm.bench.report import Series, plot_lines, print_table
@@ -22,7 +20,7 @@ from nanovllm.bench.workload import Lengths, Shape, Workload
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine, resolve_block_size, resolve_max_model_len
 from nanovllm.errors import ConfigError
-from nanovllm.hardware.device import Device
+from nanovllm.hardware.device import Device, is_out_of_memory
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.utilisation import sampled
 from nanovllm.model_config import ModelConfig
@@ -31,7 +29,7 @@ from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
 TEMPERATURE = 0.6
-OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "can't allocate memory", "no room for the KV cache", "GiB are left")
+OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "no room for the KV cache", "GiB are left")
 RATE = "decode tokens per second"
 
 
@@ -85,11 +83,9 @@ def parse_counts(option: str, text: str, smallest: int) -> list[int]:
 FAILURES = (RuntimeError, MemoryError, ConfigError)  # OutOfMemoryError and EngineDeadError are RuntimeErrors
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """A failed step reaches us as text, so the text decides; any other failure is a bug to be seen."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return any(words in str(error) for words in OUT_OF_MEMORY)
+def does_not_fit(error: BaseException) -> bool:
+    """A failed step reaches us as text, so the text decides too; any other failure is a bug to be seen."""
+    return is_out_of_memory(error) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def measure_sweep(config: EngineConfig, sweep: Sweep, repeat: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -117,7 +113,7 @@ def measure_backend(
     try:
         engine = LLMEngine(config)
     except FAILURES as error:
-        if not is_out_of_memory(error):
+        if not does_not_fit(error):
             raise
         print(f"{config.attn_backend}: OOM while loading: {error}", flush=True)
         for row in rows:
@@ -147,7 +143,7 @@ def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dic
         with sampled(engine.executor.device) as busy:
             rates = [decode_rate(engine, _draw(engine, batch, length, length, turn)) for turn in range(repeat)]
     except FAILURES as error:
-        if not is_out_of_memory(error):
+        if not does_not_fit(error):
             raise
         reason = str(error)
     else:

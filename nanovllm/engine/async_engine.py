@@ -56,6 +56,13 @@ class AsyncLLMEngine:
         self._thread = threading.Thread(target=self._drive, name="nanovllm-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be served any more, or None. The class of the error, not its text: strangers may read it."""
+        if self._failure is not None:
+            return f"the engine thread failed ({type(self._failure).__name__}); the log has the details"
+        return "the engine was closed" if self._stopping or not self._thread.is_alive() else None
+
     async def generate(
         self,
         prompt: Prompt,

@@ -25,7 +25,8 @@ from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.errors import ConfigError, EngineDeadError, RequestError
 from nanovllm.executor.expert_memory import batched_tokens_for_experts
-from nanovllm.executor.local import LocalExecutor, StepLimits
+from nanovllm.executor.limits import StepLimits
+from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.model_runner import InFlight
 from nanovllm.executor.multiprocess import MultiprocessExecutor
 from nanovllm.hardware.device import Device, is_out_of_memory

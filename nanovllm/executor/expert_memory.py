@@ -13,6 +13,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.executor.limits import StepLimits
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.pinned import available_host_bytes
 from nanovllm.layers.build import Build
@@ -51,20 +52,19 @@ def batched_tokens_for_experts(config: EngineConfig, model: ModelConfig, device:
 
 
 def size_experts(
-    config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, limits: tuple[int, int, int],
+    config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, limits: StepLimits,
     layouts: tuple[ExpertLayout, ...] | None = None,
 ) -> Tiers:  # fmt: skip
-    """limits = (max_model_len, max_num_batched_tokens, block_size). `layouts`: of low-rank experts."""
-    max_model_len, num_tokens, block_size = limits
+    """`layouts`: of low-rank experts."""
     wants = Wants(
-        max_model_len, num_tokens, config.max_num_seqs, config.expert_placement, config.expert_cache_gb,
-        config.expert_host_gb, block_size,
+        limits.max_model_len, limits.max_num_batched_tokens, config.max_num_seqs, config.expert_placement,
+        config.expert_cache_gb, config.expert_host_gb, limits.block_size,
     )  # fmt: skip
     if not device.is_gpu:
         # Slots and host memory are the same memory here: resident unless asked otherwise, whatever it takes.
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
-    facts = ModelFacts(model, dtype.itemsize, max_model_len, layouts)
+    facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, layouts)
     return size_tiers(machine_memory(config, device), facts, wants)
 
 

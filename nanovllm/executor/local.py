@@ -7,12 +7,11 @@ inside `launch`; the contract is the one that overlapping devices and other proc
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +22,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.executor.expert_memory import card_bytes, open_offload, size_experts
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
+from nanovllm.executor.limits import StepLimits
 from nanovllm.executor.low_rank import open_low_rank
 from nanovllm.executor.mixed_graphs import TOKEN_BUCKETS
 from nanovllm.executor.model_runner import InFlight, ModelRunner, try_largest_step
@@ -58,15 +58,6 @@ class Runner(Protocol):
     overlap: int
 
     def launch(self, plan: StepPlan) -> InFlight: ...
-
-
-@dataclass(frozen=True)
-class StepLimits:
-    """Resolved from the options, the model and the device."""
-
-    max_model_len: int
-    max_num_batched_tokens: int
-    block_size: int
 
 
 class LocalExecutor:
@@ -106,7 +97,7 @@ class LocalExecutor:
                 f"NANOVLLM_DISABLE_SVD=1"
             )
         if model_config.moe is not None and self.parallel.size == 1:
-            tiers = size_experts(config, model_config, self.device, self.dtype, dataclasses.astuple(limits), layouts)
+            tiers = size_experts(config, model_config, self.device, self.dtype, limits, layouts)
             if tiers.placement == "offload" and config.load_format != "dummy":
                 # Locking host memory takes long: a checkpoint that is not whole is refused before.
                 nowhere = replace(build, device=torch.device("meta"))

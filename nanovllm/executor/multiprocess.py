@@ -23,7 +23,8 @@ import torch
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineDeadError, NanoVLLMError
-from nanovllm.executor.local import LocalExecutor, StepLimits
+from nanovllm.executor.limits import StepLimits
+from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.model_runner import InFlight
 from nanovllm.executor.wire import encode_plan, receive, send
 from nanovllm.hardware.device import Device

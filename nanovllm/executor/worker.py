@@ -38,7 +38,8 @@ def main() -> int:
 
 def serve(connection: socket.socket, options: dict[str, Any]) -> None:
     from nanovllm.config import EngineConfig
-    from nanovllm.executor.local import LocalExecutor, StepLimits
+    from nanovllm.executor.limits import StepLimits
+    from nanovllm.executor.local import LocalExecutor
     from nanovllm.hardware.device import Device
     from nanovllm.hardware.parallel import connect, open_store
     from nanovllm.model_config import ModelConfig

@@ -29,7 +29,7 @@ from nanovllm.weights.expert_layout import ExpertLayout
 
 GIB = 2**30
 CONTEXT_BYTES = 512 << 20  # what a CUDA context takes of a card before the first tensor: 0.3 to 0.6 GB by card
-GRAPH_BYTES = 512 << 20  # as in executor/local.py: captured graphs, the sampler's scratch, the libraries' buffers
+GRAPH_BYTES = 512 << 20  # kept free for captured graphs, the sampler's scratch, the libraries' buffers
 KV_SHARE = 10  # offload: a tenth of what is left goes to the KV cache
 STEP_SHARE = 20  # a step may take a twentieth of the card, if nobody says how many tokens it has
 STEP_TOKENS = (256, 16384)  # and has at least and at most so many

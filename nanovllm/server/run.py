@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.errors import ConfigError
 from nanovllm.server.app import make_app
-from nanovllm.server.engine import ServedEngine
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.service import Service
 
@@ -83,7 +83,7 @@ def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], Non
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logger.setLevel(logging.INFO)
     try:
-        service = Service(ServedEngine(config), options)
+        service = Service(AsyncLLMEngine(config), options)
     except BaseException:
         listener.close()
         raise

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.engine.inputs import EngineInput
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.engine import ServedEngine
 from nanovllm.server.errors import ENGINE_FAILED, INTERNAL, ApiError, timed_out
 from nanovllm.server.metrics import Metrics, RequestClock
 from nanovllm.server.options import ServerOptions
@@ -46,7 +46,7 @@ class Job:
 
 
 class Service:
-    def __init__(self, engine: ServedEngine, options: ServerOptions) -> None:
+    def __init__(self, engine: AsyncLLMEngine, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
         model = engine.engine.config.model

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm.bench import crossover, report
-from nanovllm.bench.crossover import Sweep, is_out_of_memory
+from nanovllm.bench.crossover import Sweep, does_not_fit
 from nanovllm.bench.named import Ceiling, decode_limit_seconds, limit_seconds
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.llm_engine import LLMEngine
@@ -168,12 +168,12 @@ def test_another_failure_is_not_hidden(sweep: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_counts_as_out_of_memory() -> None:
-    assert is_out_of_memory(torch.OutOfMemoryError(""))
-    assert is_out_of_memory(EngineDeadError("step failed: OutOfMemoryError: CUDA out of memory. Tried to allocate"))
-    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert is_out_of_memory(ConfigError("num_kvcache_blocks=9 needs 2.00 GiB, but 1.00 GiB are left: at most 4 blocks"))
-    assert not is_out_of_memory(RuntimeError("out of resource: shared memory"))
-    assert not is_out_of_memory(ConfigError("attn_backend='triton' cannot be used here: needs a GPU"))
+    assert does_not_fit(torch.OutOfMemoryError(""))
+    assert does_not_fit(EngineDeadError("step failed: OutOfMemoryError: CUDA out of memory. Tried to allocate"))
+    assert does_not_fit(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert does_not_fit(ConfigError("num_kvcache_blocks=9 needs 2.00 GiB, but 1.00 GiB are left: at most 4 blocks"))
+    assert not does_not_fit(RuntimeError("out of resource: shared memory"))
+    assert not does_not_fit(ConfigError("attn_backend='triton' cannot be used here: needs a GPU"))
 
 
 def test_share_of_the_limit(sweep: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

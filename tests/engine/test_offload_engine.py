@@ -20,6 +20,7 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.cli.plan import PlanOptions, make_plan
 from nanovllm.config import EngineConfig
 from nanovllm.executor import expert_memory
+from nanovllm.executor.limits import StepLimits
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.offload import OffloadOptions
@@ -383,13 +384,14 @@ def test_the_engine_decides_as_the_plan_says(
     assert plan.tiers.placement == "offload"
     monkeypatch.setattr(expert_memory, "available_host_bytes", lambda: plan.memory.host_bytes)
     config = EngineConfig.from_options(**plan.settings)
-    limits = (plan.wants.max_model_len, plan.wants.max_num_batched_tokens, 64)
+    limits = StepLimits(plan.wants.max_model_len, plan.wants.max_num_batched_tokens, 64)
     card = Card(torch.device("cpu"))
     tiers = expert_memory.size_experts(config, plan.model.config, card, torch.bfloat16, limits)
     # The engine's rotary table ends at max_model_len and not where the model was trained to: its step is smaller by
     # that, which is at most one slot.
     exact = replace(plan.model, trained_len=plan.wants.max_model_len)
-    shrinks = plan.model.step_bytes(*limits[1:]) - exact.step_bytes(*limits[1:])
+    planned, engines = (facts.step_bytes(limits.max_num_batched_tokens, 64) for facts in (plan.model, exact))
+    shrinks = planned - engines
     assert 0 <= shrinks < plan.tiers.expert_bytes
     assert plan.tiers.num_slots <= tiers.num_slots <= plan.tiers.num_slots + 1
     free = {"quotas", "kv_bytes", "kv_tokens", "longest_context", "step_bytes"}

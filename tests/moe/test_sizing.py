@@ -17,7 +17,6 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.moe.sizing import (
     CONTEXT_BYTES,
     GIB,
-    GRAPH_BYTES,
     DoesNotFit,
     Memory,
     ModelFacts,
@@ -141,12 +140,6 @@ def test_step_bytes_by_hand() -> None:
     assert MIXTRAL.step_bytes(256, 256) == always + 256 * 32000 * 10
     dense = facts("qwen3-8b")
     assert dense.step_bytes(2048, 1) == 3 * 2048 * 4096 * 2 + (40960 + 2048) * 512 + 2048 * 3 * 12288 * 2
-
-
-def test_the_reserve_is_the_executors() -> None:
-    from nanovllm.executor import local
-
-    assert getattr(local, "GRAPH_BYTES", GRAPH_BYTES) == GRAPH_BYTES
 
 
 def test_no_torch() -> None:

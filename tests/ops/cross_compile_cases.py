@@ -190,8 +190,8 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
 def attention_shapes(arch: int) -> list[tuple[int, int, int]]:
     """(head_dim, block_size, window): first all at once, the largest tile, padded, gathered page by page, in a window.
 
-    It is all that 86 and 89 get: they run what 80 runs, in less shared memory. The other families also compile whole
-    tiles, and the two with the most rules (90 has the copy engine) small and padded heads.
+    86 and 89 get no more shapes of attention: they run what 80 runs, in less shared memory. The other families also
+    compile whole tiles, and the two with the most rules (90 has the copy engine) small and padded heads.
     """
     shapes = [(192, 16, 100)]
     if arch not in (86, 89):
@@ -214,8 +214,6 @@ def cases_for(arch: int) -> dict:
     cases["merge"] = merge_case(half)
     cases.update(moe_cases(half, arch, (3, 17, 65, 129, 513) if arch in (80, 90) else (17, 513)))
     cases.update(moe_cases(half, arch, (513,), low_rank=True))
-    if arch in (86, 89):  # the rest does not depend on shared memory, and 80 compiles it
-        return cases
     cases.update(small_cases(half))
     cases.update(moe_small_cases(half))
     cases[f"rope {half}"] = rope_case(half, 128, 128, True)

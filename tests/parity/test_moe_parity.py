@@ -94,7 +94,7 @@ def test_what_the_config_says_is_not_ignored(tiny: Tiny, name: str, changes: dic
     assert [o["token_ids"] for o in outputs][-1] != model.tokens[-1]
 
 
-def test_mixtral_on_two_ranks_is_refused_and_not_another_model(tiny: Tiny) -> None:
+def test_mixtral_on_ranks_that_do_not_divide_it_is_refused_and_not_another_model(tiny: Tiny) -> None:
     """Lesson 34: with tensor_parallel_size > 1 a Mixtral silently became another architecture."""
     with pytest.raises(ConfigError, match="tensor_parallel_size=7"):
         engine(tiny("mixtral").path, tensor_parallel_size=7)

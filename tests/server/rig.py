@@ -13,7 +13,7 @@ import httpx
 import openai
 
 from nanovllm.config import EngineConfig
-from nanovllm.server.engine import ServedEngine
+from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.run import address_of, listen, make_server
 from nanovllm.server.service import Service
@@ -56,7 +56,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(model: Any, engine_options: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
-    engine = ServedEngine(EngineConfig.from_options(**{"model": str(model), **ENGINE, **(engine_options or {})}))
+    engine = AsyncLLMEngine(EngineConfig.from_options(**{"model": str(model), **ENGINE, **(engine_options or {})}))
     service = Service(engine, ServerOptions(port=0, **options))
     listener = listen(service.options)
     server = make_server(service)
