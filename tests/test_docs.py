@@ -255,7 +255,7 @@ def test_the_tables_of_experts_are_those_of_the_result_files() -> None:
     cells = "{cached}|{variant}|{hit_rate:.1%}|{bound_us:,.0f}|{us_per_layer:,.0f}|{share:.1%}"
     for row in results("offload-layers")["results"]:
         found.append(cells.format(**row).split("|"))
-    cells = "{}, with{} prefetch|{hit_rate:.1%}|{bound_ms:.2f}|{ms_per_token:.2f}|{share:.1%}"
+    cells = "{cached}|{}, with{} prefetch|{hit_rate:.1%}|{bound_ms:.2f}|{ms_per_token:.2f}|{share:.1%}"
     for row in results("offload-relay")["fast"]:
         how = "kernel by kernel" if row.get("enforce_eager") else "captured pieces"
         found.append(cells.format(how, "" if row.get("expert_prefetch", True) else "out", **row).split("|"))
@@ -273,7 +273,7 @@ def test_the_tables_of_experts_are_those_of_the_result_files() -> None:
     for pair in zip(*(model["prefill"] for model in models)):
         flops = [row[f"{kind}_flops"] for row in pair for kind in ("tiles", "grouped")]
         found.append([str(pair[0]["tokens"]), *(f"{value / 1e12:.0f}" for value in flops)])
-    assert len(found) == 12 + 3 + 12 + 7 + 6
+    assert len(found) == 12 + 9 + 12 + 7 + 6
     said = [[cell.replace(" %", "%") for cell in row] for row in table_rows(read("docs/moe.md"))]
     assert not [row for row in found if row not in said]
 

@@ -45,7 +45,8 @@ from nanovllm.moe.sizing import GIB, ModelFacts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
-from nanovllm.weights.svd_checkpoint import low_rank_layouts
+from nanovllm.weights.svd_checkpoint import find_svd_folder, low_rank_layouts, read_svd_metadata
+from nanovllm.weights.svd_folder import FOLDER, write_metadata
 
 VARIANTS = {"none": ("none", False), "lru": ("lru", False), "lfu": ("lfu", False), "lfu + prefetch": ("lfu", True)}
 PARTS = ("kernels", "offload")
@@ -138,7 +139,19 @@ def with_layers(config: EngineConfig, num_layers: int | None) -> Iterator[Engine
         facts["mlp_only_layers"] = [i for i in facts["mlp_only_layers"] if i < num_layers]
     with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(facts))
+        keep_low_rank(resolve_model(config.model), Path(folder), model, num_layers)
         yield replace(config, model=folder)
+
+
+def keep_low_rank(source: Path, target: Path, model: ModelConfig, num_layers: int) -> None:
+    """A model with low-rank experts has them with fewer layers too. Dummy weights need their sizes alone."""
+    if (folder := find_svd_folder(source)) is None:
+        return
+    facts = read_svd_metadata(folder, model)
+    if ids := tuple(i for i in facts.layer_ids if i < num_layers):
+        (target / FOLDER).mkdir()
+        write_metadata(target / FOLDER, replace(facts, layer_ids=ids, ranks={i: facts.ranks[i] for i in ids},
+                                                w2_modes={i: facts.w2_modes[i] for i in ids}))  # fmt: skip
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------
