@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from nanovllm.cli.options import OptionGroup, with_options
-from nanovllm.compress.options import Options
+from nanovllm.compress.options import Options, Swept
 from nanovllm.errors import ConfigError
 
 compress = typer.Typer(
@@ -45,6 +45,15 @@ FITTING = OptionGroup(
         "chunk_w2": "The same for w2, whose rows are wider.",
         "pca_oversample": "Extra directions of the subspace iteration for w2.",
         "refine_steps": "Steps of gradient refinement against the teacher's outputs.",
+    },
+)
+SWEEP = OptionGroup(
+    title="Sweep",
+    of=Swept,
+    build=lambda values: Swept(**values),
+    help={
+        "ranks": "With commas; default: quarters of the hidden size.",
+        "speed_tokens": "Tokens generated to measure tok/s on this device; 0 = do not.",
     },
 )
 SWEPT = replace(FITTING, skipped=frozenset({"method", "rank", "target_ratio"}))
@@ -108,30 +117,34 @@ def distill(
 
 
 @compress.command()
-@with_options(options=SWEPT)
+@with_options(swept=SWEEP, options=SWEPT)
 def report(
     model_path: ModelPath, calib_path: CalibPath, text: TextFile,
-    ranks: Annotated[str, typer.Option(help="With commas; default: quarters of the hidden size.")] = "",
     device: DeviceName = "auto",
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs matplotlib).")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
     *,
+    swept: Swept,
     options: Options,
 ) -> None:  # fmt: skip
-    """Measure a sweep of ranks: KL to the teacher, perplexity, agreement, errors of each expert, bytes."""
+    """Measure a sweep of ranks: KL to the teacher, perplexity, agreement, errors of each expert, bytes, tok/s here."""
     _check_device(device)
     from nanovllm.bench import report as page
-    from nanovllm.compress.report import COLUMNS, lines, summary, sweep
+    from nanovllm.compress.report import COLUMNS, Plan, lines, summary, sweep
 
     page.check_plot(plot)
-    chosen = parse_ranks(ranks, model_path)
+    plan = Plan(text, parse_ranks(swept.ranks, model_path), options, device, swept.speed_tokens)
     with tempfile.TemporaryDirectory() as scratch:
-        points = sweep(model_path, calib_path, text, chosen, (options, device, Path(scratch)))
-    page.print_table(f"low-rank experts of {model_path.name}", COLUMNS, [point.cells() for point in points])
-    print(summary(points))
+        findings = sweep(model_path, calib_path, plan, Path(scratch))
+    page.print_table(f"low-rank experts of {model_path.name}", COLUMNS, findings.rows())
+    print(summary(findings.points))
+    if findings.teacher_speed:
+        speed = findings.teacher_speed
+        print(f"tok/s: one sequence of {speed.num_tokens} tokens through the engine on {speed.device}, {speed.dtype}")
     if plot:
-        page.plot_lines(plot, "experts' bytes kept, %", lines(points), log_x=False)
-    found = page.make_report("compress", hardware=None, model=model_path.name, results=[p.record() for p in points])
+        page.plot_lines(plot, "experts' bytes kept, %", lines(findings.points), log_x=False)
+    where = findings.teacher_speed.device if findings.teacher_speed else None
+    found = page.make_report("compress", hardware=where, model=model_path.name, **findings.record())
     if json_file:
         try:
             json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

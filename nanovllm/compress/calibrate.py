@@ -6,6 +6,9 @@
                              router), and a reservoir of held-out rows [experts, cap, H] with their router weights
 
 Every tenth window is held out: its rows are in the reservoirs and in no Gram matrix.
+
+A run that was killed leaves `<folder>.partial`. The same command takes its text up again, which the model may have
+written for hours, and its finished layers; the teacher must still be run through these, but nothing is added up twice.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,7 @@ from nanovllm.hardware.device import Device
 from nanovllm.weights.svd_folder import teacher_hash
 
 FORMAT, VERSION = "nanovllm-moe-calibration", 1
-FACTS, WINDOWS = "calibration.json", "windows.safetensors"
+FACTS, WINDOWS, STATE = "calibration.json", "windows.safetensors", "state.json"
 ROWS_AT_A_TIME = 8192
 
 
@@ -59,6 +64,14 @@ class Source:
         if not len(windows):
             raise ConfigError("calibration: no text; give --text FILE or --num-prompts")
         return windows
+
+    def facts(self) -> dict[str, Any]:
+        """All that the windows depend on, besides the model."""
+        found = {**asdict(self), "text": None}
+        if self.text:
+            with suppress(OSError):  # told when it is read
+                found["text"] = hashlib.blake2b(Path(self.text).read_bytes(), digest_size=16).hexdigest()
+        return found
 
 
 @dataclass(frozen=True)
@@ -111,35 +124,65 @@ def collect(
 ) -> Calibration:
     """Run the teacher over the text and write the folder; an earlier one is replaced at the end."""
     where = Device.choose(device)
-    with open_windows(model_path, where, source.window) as model:
+    with open_windows(model_path, where, source.window) as model, writing_to(out):
         fitting = replace(source, window=min(source.window, model.config.max_position_embeddings))
-        windows = fitting.windows(model_path, model.checkpoint.load_tokenizer(), device)
-        check_enough(windows, model.config.hidden_size)
-        partial = partial_of(out)
-        shutil.rmtree(partial, ignore_errors=True)
         teacher = teacher_hash(model.checkpoint)
+        partial = partial_of(out)
+
+        def make_windows() -> Windows:
+            found = fitting.windows(model_path, model.checkpoint.load_tokenizer(), device)
+            check_enough(found, model.config.hidden_size)
+            return found
+
+        state = {"teacher_hash": teacher, "cap_per_group": cap, "source": fitting.facts()}
+        windows = prepare(partial, state, make_windows)
         facts: dict[str, Any] = {
             "format": FORMAT, "version": VERSION, "model": str(model_path), "teacher_hash": teacher,
             "hash": _hash(windows, teacher, cap), "num_windows": len(windows), "window": windows.ids.shape[1],
             "num_tokens": windows.num_tokens, "cap_per_group": cap, "layer_ids": list(model.layer_ids),
             "text": source.text and str(source.text), "counts": {},
         }  # fmt: skip
-        with writing_to(out):
-            partial.mkdir(parents=True)
-            save_file({"ids": windows.ids.int(), "lens": windows.lens.int()}, str(partial / WINDOWS))
-            stream = Stream(model, windows, chunk)
-            for layer in tqdm(range(model.num_layers), desc="calibrating", unit="layer", disable=None):
-                rows = stream.enter(layer)
-                if rows is None:
-                    stream.leave(layer, None)
-                    continue
-                experts = model.experts(layer)
-                save_file(layer_statistics(model, rows, experts, cap), str(partial / f"layer_{layer}.safetensors"))
-                facts["counts"][layer] = rows.counts(model.moe.num_experts)
-                stream.leave(layer, rows, run_dense(experts))
-            (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            replace_folder(partial, out)
+        stream = Stream(model, windows, chunk)
+        for layer in tqdm(range(model.num_layers), desc="calibrating", unit="layer", disable=None):
+            rows = stream.enter(layer)
+            if rows is None:
+                stream.leave(layer, None)
+                continue
+            experts = model.experts(layer)
+            path = partial / f"layer_{layer}.safetensors"
+            if not path.exists():
+                save_whole(layer_statistics(model, rows, experts, cap), path)
+            facts["counts"][layer] = rows.counts(model.moe.num_experts)
+            stream.leave(layer, rows, run_dense(experts))
+        (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (partial / STATE).unlink()
+        replace_folder(partial, out)
     return load_calibration(out, teacher)
+
+
+def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """There is no file of this name until it is whole."""
+    unfinished = path.with_suffix(".unfinished")
+    save_file(tensors, str(unfinished))
+    unfinished.rename(path)
+
+
+def prepare(partial: Path, state: dict[str, Any], make_windows: Callable[[], Windows]) -> Windows:
+    """The text of a run of the same job that was killed, beside its finished layers; or a new one in an empty
+    folder."""
+    try:
+        same = json.loads((partial / STATE).read_text(encoding="utf-8")) == json.loads(json.dumps(state))
+    except (OSError, ValueError):
+        same = False
+    if same:
+        tensors = _load(partial / WINDOWS)
+        return Windows(tensors["ids"].long(), tensors["lens"].long())
+    shutil.rmtree(partial, ignore_errors=True)
+    windows = make_windows()
+    partial.mkdir(parents=True)
+    save_file({"ids": windows.ids.int(), "lens": windows.lens.int()}, str(partial / WINDOWS))
+    (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+    return windows
 
 
 def check_enough(windows: Windows, hidden: int) -> None:

@@ -3,6 +3,10 @@
 Each layer is fitted on what reaches it through the layers that are already compressed. A finished layer is written at
 once to `<folder>.partial`; a run that was killed goes on after the last one, if model, calibration and options are the
 same. The folder itself appears at the end, by a rename; the one before it is untouched until then.
+
+In memory are one layer's experts and their factors; finished layers are on disk and come back for refinement alone,
+which trains all of them at once. What it gives is written to a folder of its own inside: were it written over the
+finished layers, a kill in the middle would leave new V beside old U, which the next run would take for its own.
 """
 
 from __future__ import annotations
@@ -11,16 +15,19 @@ import dataclasses
 import json
 import logging
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from nanovllm.compress import layer as fitting
 from nanovllm.compress.calibrate import Calibration, check_enough, load_calibration
+from nanovllm.compress.evaluate import layer_errors
 from nanovllm.compress.factors import Factors
 from nanovllm.compress.layer import Fit
 from nanovllm.compress.options import Options
@@ -43,7 +50,8 @@ from nanovllm.weights.svd_folder import (
 )
 
 logger = logging.getLogger("nanovllm")
-STATE = "state.json"
+STATE, REFINED = "state.json", "refined"
+META = torch.device("meta")  # shapes without numbers
 
 
 @dataclass
@@ -56,7 +64,7 @@ class Job:
     ranks: Ranks
     folder: Path
     teacher: str
-    done: dict[int, Factors] = field(default_factory=dict)
+    done: dict[int, Factors] = field(default_factory=dict)  # on META: their numbers are on disk
     errors: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,6 +88,8 @@ def compress(
     model_path: Path, calib_path: Path | None, output_dir: Path | None, options: Options, device: str = "auto"
 ) -> SvdMetadata:
     """Make `output_dir` (default: svd_experts in the model's folder)."""
+    if output_dir is None and Path(model_path).is_file():
+        raise ConfigError(f"--model-path {model_path}: is a file, and not a folder for {FOLDER}; give --output-dir")
     folder = output_dir or Path(model_path) / FOLDER
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # TF32 has 10 bits: a Gram matrix of it has no small eigenvalues
@@ -89,10 +99,7 @@ def compress(
             with writing_to(folder):
                 prepare(job)
                 solve_layers(job)
-                if options.refine_steps:
-                    assert job.calibration is not None
-                    refine(model, job.done, job.calibration.windows, options.refine_steps)
-                return finish(job)
+                return finish(job, refine_layers(job) if options.refine_steps else job.partial)
     finally:
         torch.set_float32_matmul_precision(precision)
 
@@ -130,7 +137,8 @@ def prepare(job: Job) -> None:
         path.write_text(json.dumps(state), encoding="utf-8")
     hidden, size, num = job.model.config.hidden_size, job.model.moe.intermediate_size, job.model.moe.num_experts
     values = sum(rank * (num * size + max(hidden, size)) for ranks in job.ranks.values() for rank in ranks.values())
-    check_room(job.folder, values * getattr(torch, job.dtype).itemsize)
+    times = 2 if job.options.refine_steps else 1  # the closed form stays until the refined one is whole
+    check_room(job.folder, times * values * getattr(torch, job.dtype).itemsize)
 
 
 def solve_layers(job: Job) -> None:
@@ -139,15 +147,18 @@ def solve_layers(job: Job) -> None:
         stream = Stream(job.model, job.calibration.windows, job.options.chunk)
     bar = tqdm(range(job.model.num_layers), desc=f"{job.options.method} experts", unit="layer", disable=None)
     for layer in bar:
+        factors = None
         rows = stream.enter(layer) if stream else None
         if job.model.is_sparse(layer):
             factors = read_layer(job, layer)
             if factors is None:
                 factors = solve_layer(job, layer, rows)
                 write_layer(job, layer, factors)
-            job.done[layer] = factors
+            else:
+                logger.info("layer %d: kept from the run before", layer)
+            job.done[layer] = factors.to(META)
         if stream:
-            ours = job.done[layer].to(job.model.device.torch_device).to(torch.float32) if rows is not None else None
+            ours = factors.to(job.model.device.torch_device).to(torch.float32) if rows is not None else None
             stream.leave(layer, rows, ours)
 
 
@@ -187,45 +198,71 @@ def sized(job: Job, layer: int, w2_mode: str) -> dict[str, int]:
     return {**ranks, "w2": w2_rank(ranks["w2"], w2_mode, hidden, size)}
 
 
+def refine_layers(job: Job) -> Path:
+    """Where the refined layers are. Their errors on held-out rows are measured anew: the closed form's say nothing of
+    them any more."""
+    assert job.calibration is not None
+    layers = {}
+    for layer in job.done:
+        found = read_layer(job, layer)
+        assert found is not None
+        layers[layer] = found
+    refine(job.model, layers, job.calibration.windows, job.options.refine_steps)
+    folder = job.partial / REFINED
+    shutil.rmtree(folder, ignore_errors=True)
+    for layer, factors in layers.items():
+        layers[layer] = factors.to(getattr(torch, job.dtype))
+        layers[layer].write_experts(folder, layer)
+        save_file(layers[layer].u_tensors(layer), str(u_layer_file(folder, layer)))
+    job.errors |= layer_errors(job.model, job.calibration.windows, layers, job.options.chunk)
+    return folder
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _layer_files(job: Job, layer: int) -> tuple[Path, Path]:
-    return job.partial / f"U_layer_{layer}.safetensors", job.partial / f"layer_{layer}.json"
+def u_layer_file(folder: Path, layer: int) -> Path:
+    return folder / f"U_layer_{layer}.safetensors"
+
+
+def done_file(folder: Path, layer: int) -> Path:
+    return folder / f"layer_{layer}.json"
 
 
 def write_layer(job: Job, layer: int, factors: Factors) -> None:
     """The small JSON file comes last: a layer is finished when it is there."""
-    u_path, done = _layer_files(job, layer)
+    done_file(job.partial, layer).unlink(missing_ok=True)  # of a layer that could not be read again
     factors.write_experts(job.partial, layer)
-    save_file(factors.u_tensors(layer), str(u_path))
-    done.write_text(json.dumps({"w2_mode": factors.w2_mode, "errors": job.errors.get(str(layer))}), encoding="utf-8")
+    save_file(factors.u_tensors(layer), str(u_layer_file(job.partial, layer)))
+    facts = {"w2_mode": factors.w2_mode, "errors": job.errors.get(str(layer))}
+    done_file(job.partial, layer).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def read_layer(job: Job, layer: int) -> Factors | None:
-    u_path, done = _layer_files(job, layer)
-    if not done.exists():
-        return None
-    facts = json.loads(done.read_text(encoding="utf-8"))
+    """None: not finished, or not whole any more."""
     empty = {w: torch.empty(job.model.moe.num_experts, 0, 0) for w in ("w1", "w2", "w3")}
-    known = Factors(job.options.mode, facts["w2_mode"], {}, empty)
+    try:
+        facts = json.loads(done_file(job.partial, layer).read_text(encoding="utf-8"))
+        known = Factors(job.options.mode, facts["w2_mode"], {}, empty)
+        found = Factors.read(job.partial, layer, known, load_file(str(u_layer_file(job.partial, layer))))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        logger.warning("layer %d of the run before cannot be read (%s); it is computed again", layer, error)
+        return None
     if facts["errors"] is not None:
         job.errors[str(layer)] = facts["errors"]
-    logger.info("layer %d: kept from the run before", layer)
-    return Factors.read(job.partial, layer, known, load_file(str(u_path)))
+    return found
 
 
-def finish(job: Job) -> SvdMetadata:
+def finish(job: Job, whole: Path) -> SvdMetadata:
+    """`whole`: the folder that has all layers, job.partial or one inside it."""
     u_tensors: dict[str, torch.Tensor] = {}
     v_values = u_values = 0
-    dtype = getattr(torch, job.dtype)
     for layer, factors in job.done.items():
-        factors = factors.to(dtype)
-        if job.options.refine_steps:
-            factors.write_experts(job.partial, layer)
-        u_tensors |= factors.u_tensors(layer)
+        u_tensors |= load_file(str(u_layer_file(whole, layer)))
         v_values, u_values = (a + b for a, b in zip((v_values, u_values), factors.num_values()))
-    save_file(u_tensors, str(job.partial / U_FILE))
+    save_file(u_tensors, str(whole / U_FILE))
     model, moe = job.model, job.model.moe
     dense = 3 * model.config.hidden_size * moe.intermediate_size * moe.num_experts * len(model.layer_ids)
     private = job.options.mode == "private"  # an expert's own U travels with it
@@ -239,14 +276,31 @@ def finish(job: Job) -> SvdMetadata:
         kept=(v_values + private * u_values) / dense, kept_with_u=(v_values + u_values) / dense,
         heldout_errors=job.errors, options=dataclasses.asdict(job.options),
     )  # fmt: skip
-    write_metadata(job.partial, metadata)
-    for path in (*job.partial.glob("U_layer_*"), *job.partial.glob("layer_*.json"), job.partial / STATE):
-        path.unlink()
-    replace_folder(job.partial, job.folder)
+    write_metadata(whole, metadata)
+    # What says that a layer is finished goes first: a kill here costs time, and leaves nothing that only looks whole.
+    for path in (*sorted(whole.glob("layer_*.json")), *sorted(whole.glob("U_layer_*")), whole / STATE):
+        path.unlink(missing_ok=True)
+    replace_folder(whole, job.folder)
+    shutil.rmtree(job.partial, ignore_errors=True)
     return metadata
 
 
-def load_factors(folder: Path, metadata: SvdMetadata) -> dict[int, Factors]:
-    """In fp32, for `evaluate`."""
-    u_tensors = load_file(str(folder / U_FILE))
-    return {layer: Factors.read(folder, layer, metadata, u_tensors).to(torch.float32) for layer in metadata.layer_ids}
+class StoredFactors(Mapping[int, Factors]):
+    """layer -> Factors in fp32, read when it is asked for and not kept."""
+
+    def __init__(self, folder: Path, metadata: SvdMetadata) -> None:
+        self.folder, self.metadata = folder, metadata
+
+    def __getitem__(self, layer: int) -> Factors:
+        if layer not in self.metadata.layer_ids:
+            raise KeyError(layer)
+        with safe_open(str(self.folder / U_FILE), "pt") as file:
+            names = list(file.keys())
+            u_tensors = {name: file.get_tensor(name) for name in names if name.startswith(f"layer_{layer}_")}
+        return Factors.read(self.folder, layer, self.metadata, u_tensors).to(torch.float32)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.metadata.layer_ids)
+
+    def __len__(self) -> int:
+        return len(self.metadata.layer_ids)

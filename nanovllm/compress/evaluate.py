@@ -1,4 +1,5 @@
-"""Quality, measured: perplexity, KL to the teacher, and how often both agree, on text that no fit saw.
+"""Quality, measured: perplexity, KL to the teacher, and how often both agree, on text that no fit saw; and the error of
+every expert and layer on the calibration's held-out windows.
 
 The student is computed in plain torch from the stored factors (in fp32), independent of the engine's kernels.
 """
@@ -6,15 +7,17 @@ The student is computed in plain torch from the stored factors (in fp32), indepe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.compress.factors import Factors
+from nanovllm.compress.layer import held_out_errors
 from nanovllm.compress.refine import Teacher, final_states
-from nanovllm.compress.stream import RunExperts
+from nanovllm.compress.stream import RunExperts, Stream, held_out
 from nanovllm.compress.text import WINDOW, Windows, read_tokens
 from nanovllm.compress.windows import WindowModel
 from nanovllm.errors import ConfigError
@@ -41,14 +44,48 @@ def evaluation_windows(tokenizer: Any, text: Path, max_tokens: int = EVAL_TOKENS
     return Windows.pack([tokens[:whole]], window)
 
 
+class Student(Teacher):
+    """layer -> run: low-rank experts where there are any, the teacher's elsewhere; a layer at a time."""
+
+    def __init__(self, model: WindowModel, layers: Mapping[int, Factors]) -> None:
+        super().__init__(model)
+        self.layers = layers
+
+    def __missing__(self, layer: int) -> RunExperts:
+        if layer not in self.layers:
+            return super().__missing__(layer)
+        return self.layers[layer].to(self.model.device.torch_device).to(torch.float32)
+
+
 @torch.no_grad()
-def measure(
-    model: WindowModel, windows: Windows, layers: dict[int, Factors] | dict[int, RunExperts], chunk: int = 4
-) -> Quality:
+def layer_errors(
+    model: WindowModel, windows: Windows, layers: Mapping[int, Factors], chunk: int
+) -> dict[str, dict[str, object]]:
+    """layer -> error of it and of each of its experts (layer.py:held_out_errors), on the held-out ones of `windows`:
+    what reaches a layer comes through the low-rank layers before it, as it does when the closed form is fitted."""
+    spare = windows[held_out(len(windows))]
+    if not len(spare):
+        return {}
+    stream, student = Stream(model, spare, chunk), Student(model, layers)
+    found = {}
+    for layer in range(model.num_layers):
+        rows = stream.enter(layer)
+        if rows is None:
+            stream.leave(layer, None)
+            continue
+        rows = replace(rows, held=torch.ones_like(rows.held))
+        ours = student[layer]
+        if isinstance(ours, Factors):
+            found[str(layer)] = held_out_errors(rows, model.experts(layer), ours)
+        stream.leave(layer, rows, ours)
+    return found
+
+
+@torch.no_grad()
+def measure(model: WindowModel, windows: Windows, layers: Mapping[int, Factors], chunk: int = 4) -> Quality:
     """`layers` may name some layers only; the others are the teacher's."""
     device = model.device.torch_device
-    student: dict[int, RunExperts] = Teacher(model)
-    student |= {i: f.to(device).to(torch.float32) if isinstance(f, Factors) else f for i, f in layers.items()}
+    student = Student(model, layers)
     runs = [final_states(model, windows, experts, chunk) for experts in (Teacher(model), student)]
     sums = dict.fromkeys(("kl", "top1", "router", "num_routed", "nll", "teacher_nll", "num_scored"), 0.0)
     for i in range(len(runs[0][0])):

@@ -32,3 +32,15 @@ class Options:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         if not 0 <= self.ridge < 1e6 or self.refine_steps < 0:
             raise ConfigError(f"--ridge {self.ridge}, --refine-steps {self.refine_steps}: must not be negative")
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a report measures."""
+
+    ranks: str = ""
+    speed_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if self.speed_tokens < 0:
+            raise ConfigError(f"--speed-tokens {self.speed_tokens}: must not be negative; 0 measures no speed")

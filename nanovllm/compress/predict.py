@@ -2,13 +2,15 @@
 
 The curves come from the calibration's Gram matrices and the weights alone (solve.py: the dropped eigenvalues). They say
 how well one matrix of one layer can be met on the inputs of the uncompressed model; errors of layers add up, so the
-text suffers more than a single curve says. The words are set by the few points measured on tests/fixtures/tiny-mixtral
-(predicted 0.66: perplexity times 3; 0.41: times 1.3): a hint, no promise.
+text suffers more than a single curve says. The words and the perplexity are set by the few points measured on
+tests/fixtures/tiny-mixtral (`MEASURED`): a hint, no promise.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from tqdm import tqdm
@@ -33,6 +35,19 @@ HARM = (  # predicted error of a layer's output -> what to expect
     (0.55, "clearly worse text, still readable"),
     (float("inf"), "expect unreadable text"),
 )
+
+MEASURED = (  # predicted error -> perplexity by the teacher's: docs/low-rank-experts.md, chapter 9, PCA and closed form
+    (0.0, 1.0), (0.414, 1.32), (0.586, 1.88), (0.658, 2.96), (0.829, 9.6), (0.864, 11.3), (0.964, 56.5),
+)  # fmt: skip
+
+
+def perplexity_times(error: float) -> str:
+    """Between the points on a straight line, of the logarithm."""
+    for (left, low), (right, high) in pairwise(MEASURED):
+        if error <= right:
+            part = (error - left) / (right - left)
+            return f"about {math.exp((1 - part) * math.log(low) + part * math.log(high)):.1f} times"
+    return f"over {MEASURED[-1][1]:.0f} times"
 
 
 def w2_rank(rank: int, w2_mode: str, hidden: int, size: int) -> int:
@@ -120,12 +135,14 @@ def describe_damage(model: WindowModel, curves: dict[tuple[int, str], Curve], ra
     damage = predict_damage(model, curves, ranks)
     largest = max(rank for of_layer in ranks.values() for rank in of_layer.values())
     text = (f"rank {largest} keeps {damage.kept:.0%} of the experts' bytes; predicted error of a layer's output "
-            f"{damage.error:.2f}: {damage.words}")  # fmt: skip
+            f"{damage.error:.2f}: {damage.words} (perplexity {perplexity_times(damage.error)} the "
+            "model's, going by a small one)")  # fmt: skip
     if damage.error > HARM[1][0]:
         hidden = model.config.hidden_size
         for rank in range(1, hidden + 1):
             better = predict_damage(model, curves, equal_ranks(model, rank))
             if better.error <= HARM[1][0]:
-                text += f"; rank {rank} ({better.kept:.0%}) is the smallest with {better.error:.2f}: {better.words}"
+                text += (f"; rank {rank} ({better.kept:.0%}) is the smallest with {better.error:.2f}, {better.words}: "
+                         f"it keeps perplexity within {perplexity_times(better.error)}")  # fmt: skip
                 break
     return text

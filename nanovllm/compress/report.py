@@ -1,13 +1,15 @@
 """`nanovllm compress report`: what each rank costs and loses, measured; a table, a picture, JSON.
 
-For every rank the experts are compressed in memory (nothing is written beside the model), with PCA and with
-distillation, and both are measured on text that no fit saw: KL to the teacher, perplexity, agreement, error of each
-expert's output, and the predicted error beside the measured one.
+For every rank the experts are compressed into a scratch folder (nothing is written beside the model), with PCA and with
+distillation, and both are measured on text that no fit saw: KL to the teacher, perplexity, agreement. The error of each
+expert's output is that on the calibration's held-out windows, with the predicted one beside it. Tokens a second come
+from a short generation through the engine on this device (speed.py), of the model itself too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +18,18 @@ from typing import Any
 import torch
 
 from nanovllm.compress.calibrate import load_calibration
-from nanovllm.compress.distill import compress, load_factors
-from nanovllm.compress.evaluate import Quality, evaluation_windows, measure
+from nanovllm.compress.distill import StoredFactors, compress
+from nanovllm.compress.evaluate import Quality, evaluation_windows, layer_errors, measure
 from nanovllm.compress.options import Options
 from nanovllm.compress.predict import equal_ranks, predict_curves, predict_damage
+from nanovllm.compress.speed import PROMPT_TOKENS, Speed, measure_speed
 from nanovllm.compress.windows import open_windows
+from nanovllm.errors import NanoVLLMError
 from nanovllm.hardware.device import Device
-from nanovllm.weights.svd_folder import SvdMetadata, open_svd_folder, teacher_hash
+from nanovllm.weights.svd_folder import SvdMetadata, teacher_hash
 
 COLUMNS = ["method", "rank", "kept (V)", "kept (V + U)", "MB", "predicted error", "held-out error", "KL", "perplexity",
-           "top-1", "router", "s"]  # fmt: skip
+           "top-1", "router", "tok/s here", "s"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Point:
     predicted_error: float
     quality: Quality
     seconds: float
+    speed: Speed | None = None
 
     @property
     def layer_errors(self) -> list[float]:
@@ -46,8 +51,7 @@ class Point:
 
     def num_bytes(self) -> int:
         facts = self.metadata
-        dense = 3 * facts.hidden_size * facts.intermediate_size * facts.num_experts * len(facts.layer_ids)
-        return round(facts.kept_with_u * dense * getattr(torch, facts.dtype).itemsize)
+        return round(facts.kept_with_u * dense_values(facts) * getattr(torch, facts.dtype).itemsize)
 
     def cells(self) -> list[Any]:
         errors, q = self.layer_errors, self.quality
@@ -55,7 +59,7 @@ class Point:
             self.method, self.rank, f"{self.metadata.kept:.1%}", f"{self.metadata.kept_with_u:.1%}",
             f"{self.num_bytes() / 1e6:.2f}", f"{self.predicted_error:.3f}",
             f"{sum(errors) / len(errors):.3f}" if errors else "", f"{q.kl:.3f}", f"{q.perplexity:.1f}",
-            f"{q.top1:.1%}", f"{q.router:.1%}", f"{self.seconds:.0f}",
+            f"{q.top1:.1%}", f"{q.router:.1%}", rate(self.speed), f"{self.seconds:.0f}",
         ]  # fmt: skip
 
     def record(self) -> dict[str, Any]:
@@ -65,54 +69,115 @@ class Point:
             "predicted_error": self.predicted_error, "heldout_errors": self.metadata.heldout_errors,
             "w2_modes": {str(k): v for k, v in self.metadata.w2_modes.items()},
             **dataclasses.asdict(self.quality), "seconds": self.seconds,
+            "speed": self.speed and dataclasses.asdict(self.speed),
         }  # fmt: skip
 
 
-def sweep(
-    model_path: Path, calib_path: Path, text: Path, ranks: Sequence[int], settings: tuple[Options, str, Path]
-) -> list[Point]:
-    """PCA and distillation at every rank. settings: (options, device, a folder that factors go through, as stored)."""
-    options, device, scratch = settings
+def rate(speed: Speed | None) -> str:
+    return "" if speed is None else f"{speed.tokens_per_second:,.1f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is swept."""
+
+    text: Path  # that nothing was fitted to
+    ranks: Sequence[int]
+    options: Options
+    device: str
+    speed_tokens: int = 64  # generated while the clock runs; 0: no speed
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    points: list[Point]
+    teacher_speed: Speed | None
+
+    def rows(self) -> list[list[Any]]:
+        """For a table with COLUMNS; the model itself comes first."""
+        q, facts = self.points[0].quality, self.points[0].metadata
+        size = f"{dense_values(facts) * getattr(torch, facts.dtype).itemsize / 1e6:.2f}"
+        first = ["teacher", "", "100.0%", "100.0%", size, "0.000", "0.000", "0.000", f"{q.teacher_perplexity:.1f}",
+                 "100.0%", "100.0%", rate(self.teacher_speed), ""]  # fmt: skip
+        return [first, *(point.cells() for point in self.points)]
+
+    def record(self) -> dict[str, Any]:
+        """`speed` says where it was measured; it is of that device alone."""
+        teacher = {"perplexity": self.points[0].quality.teacher_perplexity,
+                   "speed": self.teacher_speed and dataclasses.asdict(self.teacher_speed)}  # fmt: skip
+        return {"teacher": teacher, "results": [point.record() for point in self.points]}
+
+
+def dense_values(facts: SvdMetadata) -> int:
+    """Of all experts as the model has them."""
+    return 3 * facts.hidden_size * facts.intermediate_size * facts.num_experts * len(facts.layer_ids)
+
+
+def sweep(model_path: Path, calib_path: Path, plan: Plan, scratch: Path) -> Findings:
+    """PCA and distillation at every rank, then the speed of each. `scratch`: where factors go through, as stored."""
+    points, prompt, limit = measure_points(model_path, calib_path, plan, scratch)
+    Device.choose(plan.device).release_cached()  # an engine takes what is free: the model above is gone by now
+    num_tokens = min(plan.speed_tokens, limit - len(prompt))
+    folders = [None, *(scratch / f"{'pca' if p.method == 'pca' else 'distilled'}-{p.rank}" for p in points)]
+    speeds = [speed_or_none(model_path, folder, prompt, num_tokens, plan.device) for folder in folders]
+    return Findings([dataclasses.replace(p, speed=s) for p, s in zip(points, speeds[1:])], speeds[0])
+
+
+def measure_points(
+    model_path: Path, calib_path: Path, plan: Plan, scratch: Path
+) -> tuple[list[Point], list[int], int]:
+    """(points without speeds, the beginning of the text, the longest sequence the model takes)."""
     points = []
-    with open_windows(model_path, Device.choose(device), 512) as model:
-        for rank in ranks:
+    with open_windows(model_path, Device.choose(plan.device), 512) as model:
+        for rank in plan.ranks:
             equal_ranks(model, rank)  # a wrong one is told before the first is computed
-        windows = evaluation_windows(model.checkpoint.load_tokenizer(), text)
+        windows = evaluation_windows(model.checkpoint.load_tokenizer(), plan.text)
         calibration = load_calibration(calib_path, teacher_hash(model.checkpoint))
         curves = {"pca": predict_curves(model, None), "distilled": predict_curves(model, calibration)}
-        jobs = [(rank, method) for rank in ranks for method in ("pca", "distilled")]
-        for rank, method in jobs:
-            how = dataclasses.replace(options, method=method, rank=rank, target_ratio=None)
+        for rank, method in itertools.product(plan.ranks, ("pca", "distilled")):
+            how = dataclasses.replace(plan.options, method=method, rank=rank, target_ratio=None)
             if method == "pca":
                 how = dataclasses.replace(how, refine_steps=0, mode="shared")
+            folder = scratch / f"{method}-{rank}"
             started = time.perf_counter()
-            metadata = compress(model_path, None if method == "pca" else calib_path, scratch / f"{method}-{rank}", how,
-                                device)  # fmt: skip
+            metadata = compress(model_path, None if method == "pca" else calib_path, folder, how, plan.device)
             seconds = time.perf_counter() - started
-            quality = measure(model, windows, load_factors(scratch / f"{method}-{rank}", metadata))
+            factors = StoredFactors(folder, metadata)
+            if method == "pca":  # fitted to no rows, but there are some to measure it on
+                errors = layer_errors(model, calibration.windows, factors, how.chunk)
+                metadata = dataclasses.replace(metadata, heldout_errors=errors)
             error = predict_damage(model, curves[method], equal_ranks(model, rank)).error
             name = "refined" if how.refine_steps else method
-            points.append(Point(name, rank, metadata, error, quality, seconds))
-    return points
+            points.append(Point(name, rank, metadata, error, measure(model, windows, factors), seconds))
+        limit = model.config.max_position_embeddings
+    return points, windows.ids[0, : min(PROMPT_TOKENS, limit // 2)].tolist(), limit
 
 
-def measure_folder(model_path: Path, folder: Path, text: Path, device: str) -> tuple[SvdMetadata, Quality]:
-    """An existing folder, as it is."""
-    with open_windows(model_path, Device.choose(device), 512) as model:
-        metadata = open_svd_folder(folder, teacher_hash(model.checkpoint))
-        windows = evaluation_windows(model.checkpoint.load_tokenizer(), text)
-        return metadata, measure(model, windows, load_factors(folder, metadata))
+def speed_or_none(
+    model_path: Path, folder: Path | None, prompt: list[int], num_tokens: int, device: str
+) -> Speed | None:
+    """What was measured so far is worth more than a speed: an engine that cannot run it is told, not raised."""
+    if num_tokens < 1:
+        return None
+    try:
+        return measure_speed(model_path, folder, prompt, num_tokens, device)
+    except NanoVLLMError as error:
+        print(f"tokens a second of {folder.name if folder else 'the model itself'}: not measured ({error})")
+        return None
 
 
 def lines(points: Sequence[Point]) -> dict[str, dict[str, dict[str, list[tuple[float, float]]]]]:
     """For bench.report.plot_lines."""
     charts: dict[str, dict[str, dict[str, list[tuple[float, float]]]]] = {}
     for unit, of in (("KL to the teacher, nats a token", lambda p: p.quality.kl),
-                     ("perplexity", lambda p: p.quality.perplexity)):  # fmt: skip
+                     ("perplexity", lambda p: p.quality.perplexity),
+                     ("tokens a second here", lambda p: p.speed and p.speed.tokens_per_second)):  # fmt: skip
         series: dict[str, list[tuple[float, float]]] = {}
         for point in points:
-            series.setdefault(point.method, []).append((100 * point.metadata.kept, of(point)))
-        charts[unit] = {"held-out text": series}
+            if (value := of(point)) is not None:
+                series.setdefault(point.method, []).append((100 * point.metadata.kept, value))
+        if series:
+            charts[unit] = {"one sequence" if unit.startswith("tokens") else "held-out text": series}
     return charts
 
 

@@ -129,16 +129,17 @@ def generate(model_path: Path, prompts: Sequence[Any], how: Writing, device: str
         raise ConfigError("calibration prompts repeat; a repeat adds rows and no knowledge")
     params = SamplingParams(temperature=how.temperature, max_tokens=how.max_new_tokens)
     options = {"device": device, "seed": how.seed, "max_num_seqs": 64, "enforce_eager": True}
-    with teacher_only(), LLM(str(model_path), **options) as llm:
+    with low_rank_allowed(False), LLM(str(model_path), **options) as llm:
         outputs = llm.generate(inputs, params, use_tqdm=sys.stderr.isatty())
     return [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
 
 
 @contextmanager
-def teacher_only() -> Iterator[None]:
-    """The engine must not find compressed experts beside the model: a student is no teacher."""
+def low_rank_allowed(allowed: bool) -> Iterator[None]:
+    """Whether engines opened meanwhile look for low-rank experts beside the model; a teacher must not: a student is no
+    teacher."""
     before = os.environ.get(DISABLE)
-    os.environ[DISABLE] = "1"
+    os.environ[DISABLE] = "0" if allowed else "1"
     try:
         yield
     finally:

@@ -45,6 +45,7 @@ def test_documented_defaults(run: Run) -> None:
     shown = " ".join(run("compress", "distill", "--help").out.replace("│", " ").split())
     for default in ("[default: 256]", "[default: 0.0001]", "[default: 64]", "[default: 16]", "[default: 32]"):
         assert default in shown
+    assert "[default: 256]" in run("compress", "pca", "--help").out
     shown = " ".join(run("compress", "calibrate", "--help").out.replace("│", " ").split())
     for default in ("[default: 1024]", "[default: 64]", "[default: 0.7]", "default 200"):
         assert default in shown
@@ -76,7 +77,7 @@ def test_from_text_to_a_folder_in_the_model(run: Run, tmp_path: Path) -> None:
 def test_a_report(run: Run, calib_path: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.json"
     result = run("compress", "report", *MODEL, "--calib-path", calib_path, "--text", small_heldout(tmp_path), "--ranks",
-                 "8,64", "--w2-mode", "output", "--json", page)  # fmt: skip
+                 "8,64", "--w2-mode", "output", "--speed-tokens", 5, "--json", page)  # fmt: skip
     assert result.code == 0, result.err
     rows = result.last_json["results"]
     assert json.loads(page.read_text())["results"] == rows
@@ -89,9 +90,29 @@ def test_a_report(run: Run, calib_path: Path, tmp_path: Path) -> None:
     assert by["distilled", 64]["kept"] == 0.5
     measured = [by["distilled", 64]["heldout_errors"][str(layer)]["layer"] for layer in range(4)]
     assert sum(measured) / 4 == pytest.approx(by["distilled", 64]["predicted_error"], rel=0.5)
+    assert by["pca", 64]["heldout_errors"]["3"]["layer"] > by["distilled", 64]["heldout_errors"]["3"]["layer"]
+    assert len(by["pca", 8]["heldout_errors"]["0"]["experts"]) == 8
     assert "the model itself has perplexity" in result.out
-    for word in ("held-out error", "KL", "perplexity", "router"):
+    for word in ("held-out", "KL", "perplexity", "router", "tok/s here", "teacher", "predicted"):
         assert word in result.out
+    speeds = [result.last_json["teacher"]["speed"], *(row["speed"] for row in rows)]
+    for speed in speeds:
+        assert speed["tokens_per_second"] > 1
+        assert (speed["num_tokens"], speed["placement"], speed["device"]) == (5, "resident", speeds[0]["device"])
+    assert f"one sequence of 5 tokens through the engine on {speeds[0]['device']}" in result.out
+    assert not (TRAINED / "svd_experts").exists()
+
+
+def test_a_report_without_speed_draws_what_it_has(run: Run, calib_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "curve.png"
+    result = run("compress", "report", *MODEL, "--calib-path", calib_path, "--text", small_heldout(tmp_path), "--ranks",
+                 "8", "--w2-mode", "output", "--speed-tokens", 0, "--plot", page)  # fmt: skip
+    assert result.code == 0, result.err
+    assert page.read_bytes().startswith(b"\x89PNG")
+    assert result.last_json["teacher"]["speed"] is None
+    assert [row["speed"] for row in result.last_json["results"]] == [None, None]
+    assert "tok/s:" not in result.out
 
 
 def small_heldout(folder: Path) -> Path:
@@ -111,6 +132,7 @@ def small_heldout(folder: Path) -> Path:
         (("calibrate", "--out", "x", "--num-prompts", "0"), "no text; give --text FILE or --num-prompts"),
         (("report", "--calib-path", "x", "--text", "y", "--ranks", "a"), "--ranks 'a': write numbers with commas"),
         (("report", "--calib-path", "x", "--text", "y", "--ranks", "500"), "--rank 500"),
+        (("report", "--calib-path", "x", "--text", "y", "--speed-tokens", "-1"), "--speed-tokens -1: must not be"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 
 from nanovllm.compress import distill, factors, writer
 from nanovllm.compress.calibrate import Calibration
-from nanovllm.compress.distill import compress, load_factors
-from nanovllm.compress.evaluate import Quality, evaluation_windows, measure
+from nanovllm.compress.distill import StoredFactors, compress
+from nanovllm.compress.evaluate import Quality, evaluation_windows, layer_errors, measure
 from nanovllm.compress.options import Options
 from nanovllm.compress.predict import (
     describe_damage,
     equal_ranks,
+    perplexity_times,
     predict_curves,
     predict_damage,
     ranks_for_ratio,
@@ -39,7 +41,7 @@ def make(calib_path: Path, folder: Path, **options: Any) -> SvdMetadata:
 def quality(folder: Path, num_tokens: int = 2048) -> Quality:
     with opened() as model:
         windows = evaluation_windows(model.checkpoint.load_tokenizer(), TRAINED / "heldout.txt", num_tokens)
-        return measure(model, windows, load_factors(folder, open_svd_folder(folder, None)))
+        return measure(model, windows, StoredFactors(folder, open_svd_folder(folder, None)))
 
 
 # ---- quality ---------------------------------------------------------------------------------------------------------
@@ -53,7 +55,7 @@ def test_full_rank_is_the_teacher(calib_path: Path, tmp_path: Path, options: dic
     ids = torch.arange(5, 5 + 256).view(2, 128)
     with opened() as model:
         wanted = run_model(model, ids, Teacher(model))
-        found = run_model(model, ids, load_factors(tmp_path / "svd", metadata))  # type: ignore[arg-type]
+        found = run_model(model, ids, StoredFactors(tmp_path / "svd", metadata))  # type: ignore[arg-type]
     assert float((wanted - found).abs().max()) < 1e-4
 
 
@@ -78,11 +80,23 @@ def test_the_closed_form(
     assert all(len(error["experts"]) == 8 for error in metadata.heldout_errors.values())
 
 
-def test_refinement_helps_on_text_it_does_not_see(calib_path: Path, tmp_path: Path) -> None:
-    make(calib_path, tmp_path / "plain", rank=64, w2_mode="output")
-    metadata = make(calib_path, tmp_path / "refined", rank=64, w2_mode="output", refine_steps=12)
-    open_svd_folder(tmp_path / "refined", metadata.teacher_hash)
+def test_refinement_helps_on_text_it_does_not_see(calibration: Calibration, tmp_path: Path) -> None:
+    """And the errors beside the refined factors are theirs, not those of where they began."""
+    plain = make(calibration.path, tmp_path / "plain", rank=64, w2_mode="output")
+    refined = make(calibration.path, tmp_path / "refined", rank=64, w2_mode="output", refine_steps=12)
+    open_svd_folder(tmp_path / "refined", refined.teacher_hash)
     assert quality(tmp_path / "refined", 512).kl < 0.97 * quality(tmp_path / "plain", 512).kl
+    for name, metadata in (("plain", plain), ("refined", refined)):
+        with opened() as model:
+            found = layer_errors(model, calibration.windows, StoredFactors(tmp_path / name, metadata), 3)
+        assert list(found) == list(metadata.heldout_errors) == ["0", "1", "2", "3"]
+        for layer, errors in metadata.heldout_errors.items():
+            assert errors["layer"] == pytest.approx(found[layer]["layer"], rel=1e-3)
+            for ours, theirs in zip(errors["experts"], found[layer]["experts"], strict=True):
+                assert ours == (None if theirs is None else pytest.approx(theirs, rel=1e-3))
+    before, after = ([m.heldout_errors[str(i)]["layer"] for i in range(4)] for m in (plain, refined))
+    gaps = [abs(1 - b / a) for a, b in zip(before, after)]
+    assert max(gaps) > 0.004, gaps  # four times what both ways of measuring may differ by
 
 
 def test_private_experts(calib_path: Path, tmp_path: Path) -> None:
@@ -135,8 +149,19 @@ def test_the_damage_is_said_in_words(calibration: Calibration) -> None:
         assert errors[-1] < 1e-3
         bad = describe_damage(model, curves, equal_ranks(model, 8))
         assert "rank 8 keeps 6% of the experts' bytes" in bad
-        assert "expect unreadable text; rank " in bad
-        assert "nearly the same text" in describe_damage(model, curves, equal_ranks(model, 128))
+        assert "expect unreadable text (perplexity over 56 times the model's" in bad
+        assert re.search(r"; rank 1\d\d \(\d\d%\) is the smallest with 0\.(29|30), a little worse text: it keeps "
+                         r"perplexity within about 1\.2 times$", bad), bad  # fmt: skip
+        good = describe_damage(model, curves, equal_ranks(model, 128))
+        assert "nearly the same text (perplexity about 1.0 times" in good
+        assert "smallest" not in good
+
+
+def test_perplexity_is_read_off_the_measured_points() -> None:
+    assert [perplexity_times(error) for error in (0.0, 0.414, 0.536, 0.586, 0.964, 0.965)] == [
+        "about 1.0 times", "about 1.3 times", "about 1.7 times", "about 1.9 times", "about 56.5 times",
+        "over 56 times",
+    ]  # fmt: skip
 
 
 def test_sides_of_w2_at_equal_bytes() -> None:
@@ -165,24 +190,6 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, layer: int | None) -> list[int]
 
     monkeypatch.setattr(distill, "solve_layer", solve)
     return solved
-
-
-def test_a_killed_run_goes_on(calib_path: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "svd"
-    make(calib_path, tmp_path / "whole", rank=16, w2_mode="output")
-    make(calib_path, folder, rank=8, method="pca")
-    before = content(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        assert stop_before(patch, 2) == []
-        with pytest.raises(Killed):
-            make(calib_path, folder, rank=16, w2_mode="output")
-    assert content(folder) == before
-    with pytest.MonkeyPatch.context() as patch:
-        solved = stop_before(patch, None)
-        make(calib_path, folder, rank=16, w2_mode="output")
-    assert solved == [2, 3]
-    assert content(folder) == content(tmp_path / "whole")
-    assert [p.name for p in tmp_path.iterdir() if "svd" in p.name] == ["svd"]
 
 
 @pytest.mark.parametrize("change", [{"rank": 17}, {"ridge": 1e-3}, {"dtype": "bfloat16"}, {"w2_mode": "input"}])
@@ -266,6 +273,11 @@ def test_options_that_cannot_be_met(calib_path: Path, tmp_path: Path, options: d
 
 
 def test_distillation_needs_its_own_calibration(calib_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file or folder"):
+        compress(tmp_path / "nothing", calib_path, None, FP32, "cpu")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"is a file, and not a folder for svd_experts; give --output-dir"):
+        compress(tmp_path / "model.gguf", calib_path, None, FP32, "cpu")
     with pytest.raises(ConfigError, match="needs one"):
         compress(TRAINED, None, tmp_path / "svd", FP32, "cpu")
     facts = json.loads((calib_path / "calibration.json").read_text())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovllm.compress.distill import compress, load_factors
+from nanovllm.compress.distill import StoredFactors, compress
 from nanovllm.compress.options import Options
 from nanovllm.errors import ModelError
 from nanovllm.weights.checkpoint import open_checkpoint
@@ -69,7 +69,7 @@ def test_the_documented_layout(made: Path) -> None:
 def test_it_opens_with_its_own_teacher_only(made: Path) -> None:
     metadata = open_svd_folder(made, hash_of(TRAINED))
     assert SvdMetadata.from_json(json.loads(json.dumps(metadata.to_json()))) == metadata
-    assert load_factors(made, metadata)[2].ranks == {"w1": 8, "w2": 8, "w3": 8}
+    assert StoredFactors(made, metadata)[2].ranks == {"w1": 8, "w2": 8, "w3": 8}
     with pytest.raises(ModelError, match="other weights"):
         open_svd_folder(made, "0" * 32)
 
