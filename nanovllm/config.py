@@ -18,6 +18,7 @@ LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "sjf", "priority")
 EXPERT_PLACEMENTS = ("auto", "resident", "offload")
 EXPERT_POLICIES = ("lfu", "lru", "none")
+EXECUTORS = ("local", "mp", "multiprocess", "ray", "torchrun")
 ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math")
 
 
@@ -72,6 +73,9 @@ class EngineConfig:
     expert_cpu_misses: bool = False  # compute a missing expert on the CPU if few tokens want it
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1  # groups of those ranks that whole experts are spread over; 1 = every rank has a
+    # share of each
+    distributed_executor_backend: str | None = None  # where the ranks are; None = here, or where torchrun put them
     worker_timeout: float = 60.0  # seconds after which a rank that does not answer is given up
     attn_backend: str = "auto"
     seed: int = 0
@@ -112,8 +116,10 @@ class EngineConfig:
             _count("max_wait_steps", self.max_wait_steps, 0, 2**31 - 1, "None turns aging off")
         if self.decode_steps is not None:
             _count("decode_steps", self.decode_steps, 1, 64, "1 visits the scheduler for every token")
-        self._check_experts()
         _count("tensor_parallel_size", self.tensor_parallel_size, 1, 1024, "the number of GPUs to split over")
+        self._check_experts()
+        if self.distributed_executor_backend is not None:
+            _choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
         if not isinstance(self.worker_timeout, (int, float)) or not 1 <= self.worker_timeout <= 86400:
             raise ConfigError(f"worker_timeout={self.worker_timeout!r}: must be 1 to 86400 seconds; 60 suits most")
         _count("seed", self.seed, -(2**63), 2**64 - 1, "any 64-bit integer")
@@ -139,8 +145,24 @@ class EngineConfig:
                     f"expert_cache_gb={self.expert_cache_gb} is more than gpu_memory_gb={self.gpu_memory_gb}: "
                     f"lower the former, or leave it out to use what is left"
                 )
+        self._check_spread()
         if self.expert_host_gb is not None:
             _gigabytes("expert_host_gb", self.expert_host_gb, "0 reads all experts from disk", zero=True)
+
+    def _check_spread(self) -> None:
+        size, ranks = self.expert_parallel_size, self.tensor_parallel_size
+        _count("expert_parallel_size", size, 1, 1024, "the number of ranks to spread experts over")
+        if ranks % size:
+            raise ConfigError(
+                f"expert_parallel_size={size}: must divide tensor_parallel_size={ranks}, whose ranks have the experts; "
+                f"possible: {[n for n in range(1, ranks + 1) if ranks % n == 0]}"
+            )
+        if size > 1 and (self.expert_placement == "offload" or self.expert_cache_gb is not None):
+            raise ConfigError(
+                f"expert_parallel_size={size}: experts that are spread over ranks stay on them; leave expert_placement "
+                f"and expert_cache_gb out, or expert_parallel_size: tensor_parallel_size={ranks} alone offloads a "
+                f"share of each expert on every rank"
+            )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

@@ -135,7 +135,7 @@ def plan_command(
             print(text) if json_file == "-" else Path(json_file).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise RequestError(f"--json {json_file}: cannot be written: {error}") from None
-    if plan.tiers is None:
+    if not plan.runs and not options.table:
         raise typer.Exit(1)
 
 

@@ -24,6 +24,7 @@ from nanovllm.config import (
     ATTN_BACKENDS,
     DEVICES,
     DTYPES,
+    EXECUTORS,
     EXPERT_PLACEMENTS,
     EXPERT_POLICIES,
     LOAD_FORMATS,
@@ -133,6 +134,9 @@ ENGINE = OptionGroup(
         "expert_cpu_misses": "Compute a missing expert on the CPU if one or two tokens want it; changes last digits.",
         "enforce_eager": "Do not capture GPU graphs: starts faster, runs slower.",
         "tensor_parallel_size": "Over how many GPUs (or CPU processes) to split the model.",
+        "expert_parallel_size": "Over how many groups of those ranks to spread whole experts; 1 = each has a share of all.",
+        "distributed_executor_backend": "Where the ranks run: in this process, in processes of this machine, on a Ray "
+        f"cluster, or where torchrun started them; default: the simplest that does. {_one_of(EXECUTORS)}",
         "worker_timeout": "Seconds after which a rank that does not answer is given up.",
         "attn_backend": f"How attention is computed; auto takes the best that works here. {_one_of(ATTN_BACKENDS)}",
         "seed": "Decides all random choices: the same seed repeats a run.",

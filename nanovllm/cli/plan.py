@@ -1,7 +1,8 @@
 """`nanovllm plan`: what of a model goes where on a given card, how long a context fits, how fast it can be at most.
 
 From config.json alone: no weights, no GPU, nothing is downloaded. The memory is that of moe/sizing.py, by which the
-engine decides too; the speed is that of moe/speed.py. torch is imported inside functions: `nanovllm --help` is instant.
+engine decides too; the speed is that of moe/speed.py, or for several GPUs, of which each gets its part, that of
+scaling.py. torch is imported inside functions: `nanovllm --help` is instant.
 
     plan = make_plan(PlanOptions(model="DIR", gpu_memory_gb=11, host_memory_gb=64))
     show_plan(plan)                 # tables; plan.tiers is None and plan.refusal says why if it cannot run
@@ -10,34 +11,38 @@ engine decides too; the speed is that of moe/speed.py. torch is imported inside 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.options import ENGINE, OptionGroup
+from nanovllm.cli.plan_choice import choose
+from nanovllm.cli.scaling import Layout
+from nanovllm.cli.scaling_tables import (
+    INSIDE,
+    NETWORKS,
+    Scaling,
+    check_divides,
+    find_layout,
+    find_machine,
+    markdown,
+    scaling_record,
+    scaling_rows,
+)
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.sizing import (
-    GIB,
-    STEP_TOKENS,
-    DoesNotFit,
-    Memory,
-    ModelFacts,
-    Tiers,
-    Wants,
-    default_step_tokens,
-    gib,
-    size_tiers,
-)
+from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, ModelFacts, Tiers, Wants, gib
 from nanovllm.moe.speed import Links, Speed, predict
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from nanovllm.hardware.device import Device
 
 BATCHES = (1, 16)
-MIN_LEN = 256  # below that nobody wants to use it
 # GB/s that cards of so many GiB are sold with: (up to GiB, slow, fast), the link to the host and their own memory.
 LINKS = ((24, 12, 25), (2**20, 25, 55))
 LINK_NAMES = {12: "PCIe 3 x16", 25: "PCIe 4 x16", 55: "PCIe 5 x16"}
@@ -61,6 +66,17 @@ class PlanOptions:
     disk_gbs: float = 3.0
     gpu_read_gbs: float | None = None
     measure: bool = False
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    hosts: int = 1
+    link: str = "nvlink"
+    link_gbs: float | None = None
+    link_us: float | None = None
+    network: str = "ethernet"
+    network_gbs: float | None = None
+    network_us: float | None = None
+    gpu_tflops: float | None = None
+    table: bool = False
 
     def engine_config(self) -> EngineConfig:
         """The options that the engine has too, checked as it checks them."""
@@ -85,6 +101,16 @@ PLAN = OptionGroup(
         "disk_gbs": "GB/s of the disk, for experts that host memory does not hold.",
         "gpu_read_gbs": "GB/s of the GPU's own memory; default: a range by the size of the card.",
         "measure": "Measure both bandwidths on this machine.",
+        "tensor_parallel_size": "Over how many GPUs to split the model, on all hosts together.",
+        "hosts": "On how many machines those GPUs are, as many on each.",
+        "link": f"Between the GPUs of a host: {', '.join(INSIDE)}.",
+        "link_gbs": "GB/s that a GPU sends to another one of its host; default: by --link.",
+        "link_us": "Microseconds that a message between them takes; default: by --link.",
+        "network": f"Between hosts: {', '.join(NETWORKS)}.",
+        "network_gbs": "GB/s that a host sends to another one; default: by --network.",
+        "network_us": "Microseconds that a message between hosts takes; default: by --network.",
+        "gpu_tflops": "TFLOP/s of a GPU in 16 bits; default: by the size of the card.",
+        "table": "Instead: a Markdown table of this model on 1 to 8 GPUs of 1 to 4 hosts.",
     },
 )
 
@@ -99,9 +125,15 @@ class Plan:
     refusal: DoesNotFit | None
     links: tuple[Links, Links]  # slow, fast
     assumptions: tuple[str, ...]
+    scaling: Scaling  # over the ranks that `model` and `memory` are one of
+
+    @property
+    def runs(self) -> bool:
+        return self.tiers is not None
 
     def speeds(self, batch: int) -> tuple[Speed, Speed]:
-        """(even routing, slow links, copying and computing in turns; skewed routing, fast links, overlapped)"""
+        """Of one GPU: (even routing, slow links, copying and computing in turns; skewed routing, fast links,
+        overlapped)"""
         assert self.tiers is not None
         slow, fast = self.links
         return (
@@ -124,6 +156,11 @@ class Plan:
         }
         if options.dtype != "auto":
             chosen["dtype"] = options.dtype
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            if getattr(options, name) > 1:
+                chosen[name] = getattr(options, name)
+        if options.hosts > 1:
+            chosen["distributed_executor_backend"] = "ray"
         if self.tiers is not None and self.model.num_experts:
             chosen["expert_placement"] = self.tiers.placement
             for name in ("expert_cache_gb", "expert_host_gb"):
@@ -142,11 +179,38 @@ class Plan:
 def make_plan(options: PlanOptions) -> Plan:
     """Raises what the engine would for a wrong option or an unusable model; a card that is too small is in the plan."""
     config = options.engine_config()
+    layout = find_layout(options)
     model = read_facts(config)
-    memory = find_memory(options)
+    check_divides(options, model.config)
+    model = replace(model, num_ranks=layout.num_ranks, expert_size=layout.expert_size)
+    memory = find_memory(options, layout)
     links, assumptions = find_links(options, memory)
+    machine, said = find_machine(options, memory, (links[0].gpu_read, links[1].gpu_read))
     wants, tiers, refusal = choose(memory, model, options)
-    return Plan(options, model, memory, wants, tiers, refusal, links, assumptions)
+    scaling = Scaling.of(model, layout, machine, said)
+    return Plan(options, model, memory, wants, tiers, refusal, links, assumptions, scaling)
+
+
+def fewest_gpus(plan: Plan) -> int | None:
+    """On one host, for a plan that does not fit: of how many such cards each has room for its part."""
+    for num_ranks in (2, 4, 8, 16):
+        more = replace(plan.options, tensor_parallel_size=num_ranks, expert_parallel_size=1, hosts=1)
+        with contextlib.suppress(ConfigError):  # does not divide
+            check_divides(more, plan.model.config)
+            model = replace(plan.model, num_ranks=num_ranks, expert_size=1)
+            if num_ranks > plan.model.num_ranks and choose(find_memory(more, Layout(num_ranks)), model, more)[1]:
+                return num_ranks
+    return None
+
+
+def make_table(plan: Plan) -> str:
+    """Of the plan's model and cards, whatever its number of them."""
+
+    def fit(model: ModelFacts, layout: Layout) -> tuple[Tiers | None, DoesNotFit | None]:
+        return choose(find_memory(plan.options, layout), model, plan.options)[1:]
+
+    whole = replace(plan.model, num_ranks=1, expert_size=1)
+    return markdown(plan.options, whole, plan.scaling.machine, fit)
 
 
 def read_facts(config: EngineConfig) -> ModelFacts:
@@ -168,13 +232,15 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     return ModelFacts(model, 4 if config.dtype == "float32" else 2, trained, layouts)
 
 
-def find_memory(options: PlanOptions) -> Memory:
+def find_memory(options: PlanOptions, layout: Layout) -> Memory:
+    """Of one rank: a card, and its part of its host."""
     from nanovllm.hardware.device import Device
 
     host_gb = options.host_memory_gb
     if host_gb is not None and not 0 < host_gb < 2**20:
         raise ConfigError(f"host_memory_gb={host_gb}: must be a positive number of gigabytes, or left out")
     host = Device.choose("cpu").memory()[1] if host_gb is None else int(host_gb * GIB)
+    host //= layout.per_host
     if options.gpu_memory_gb is not None:
         return Memory(int(options.gpu_memory_gb * GIB), host, options.gpu_memory_utilization)
     device = Device.choose("auto")
@@ -215,79 +281,6 @@ def measure(device: Device) -> tuple[float, float]:
     return host_to_device_bandwidth(device) / 1e9, read_bandwidth(device) / 1e9
 
 
-# ---- choosing what nobody asked for --------------------------------------------------------------------------------
-
-
-def choose(
-    memory: Memory, model: ModelFacts, options: PlanOptions
-) -> tuple[Wants, Tiers | None, DoesNotFit | None]:
-    """Settings that fit. First few sequences and a short context, to see whether and how the model runs at all; then as
-    much as that leaves room for."""
-    trained = model.trained_len or model.config.max_position_embeddings
-    refusal = None
-    for length, most_tokens in ((2048, None), (MIN_LEN, STEP_TOKENS[0])):
-        wants = _wants(memory, model, options, options.max_model_len or min(length, trained), 16, most_tokens)
-        try:
-            tiers = size_tiers(memory, model, wants)
-        except DoesNotFit as error:
-            refusal = error
-            continue
-        return _grow(memory, model, options, wants, tiers)
-    return wants, None, refusal
-
-
-def _wants(
-    memory: Memory, model: ModelFacts, options: PlanOptions, length: int, num_seqs: int, most_tokens: int | None
-) -> Wants:
-    num_seqs = options.max_num_seqs or min(num_seqs, options.max_num_batched_tokens or num_seqs)
-    num_tokens = options.max_num_batched_tokens
-    if num_tokens is None:
-        num_tokens = max(most_tokens, num_seqs) if most_tokens else default_step_tokens(memory, model, num_seqs)
-    return Wants(
-        max_model_len=length,
-        max_num_batched_tokens=num_tokens,
-        max_num_seqs=num_seqs,
-        placement=options.expert_placement,
-        cache_gb=options.expert_cache_gb,
-        host_gb=options.expert_host_gb,
-    )
-
-
-def _grow(
-    memory: Memory, model: ModelFacts, options: PlanOptions, wants: Wants, tiers: Tiers
-) -> tuple[Wants, Tiers | None, None]:
-    """A resident model: as many sequences and as long as fit. An offloaded one stays with 16 sequences, which already
-    touch nearly all experts, and gets the longest power of two whose KV cache is within its share."""
-    tries: list[Wants] = []
-    if tiers.placement == "resident":
-        many = _wants(memory, model, options, wants.max_model_len, 256 if memory.gpu_bytes > 24 * GIB else 64, None)
-        for base in (many, wants):
-            longest = _longest(memory, model, base)
-            tries.append(replace(base, max_model_len=options.max_model_len or max(longest, wants.max_model_len)))
-    elif options.max_model_len is None:
-        length = wants.max_model_len
-        share = (tiers.gpu_expert_bytes + tiers.kv_bytes) // 10
-        while length * 2 <= tiers.longest_context and length * 2 * model.kv_bytes_per_token <= share:
-            length *= 2
-        tries.append(replace(wants, max_model_len=length))
-    for better in tries:
-        try:
-            found = size_tiers(memory, model, better)
-        except DoesNotFit:
-            continue
-        if found.placement == tiers.placement:
-            return better, found, None
-    return wants, tiers, None
-
-
-def _longest(memory: Memory, model: ModelFacts, wants: Wants) -> int:
-    try:
-        found = size_tiers(memory, model, wants)
-    except DoesNotFit:
-        return 0
-    return found.longest_context if found.placement == "resident" else 0
-
-
 # ---- what the user sees --------------------------------------------------------------------------------------------
 
 
@@ -305,7 +298,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     }
     if plan.tiers is None:
         assert plan.refusal is not None
-        return {**record, "reason": str(plan.refusal), "missing_bytes": plan.refusal.missing_bytes}
+        reason = {"reason": str(plan.refusal), "missing_bytes": plan.refusal.missing_bytes}
+        return {**record, **reason, "fewest_gpus": fewest_gpus(plan)}
     tiers = plan.tiers
     record["tiers"] = {
         **dataclasses.asdict(tiers), "num_cached": tiers.num_cached, "num_slots": tiers.num_slots,
@@ -316,6 +310,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         for batch in BATCHES
         for low, high in [plan.speeds(batch)]
     }
+    if plan.scaling.layout.num_ranks > 1:
+        record["scaling"] = scaling_record(plan.scaling)
     return {**record, "settings": plan.settings, "command": plan.command}
 
 
@@ -324,24 +320,47 @@ def show_plan(plan: Plan) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
+    if plan.options.table:
+        print(make_table(plan), end="")
+        return
     config = plan.model.config
     kind = f"{config.num_layers} layers"
     if config.moe is not None:
         size = gib(plan.model.mean_expert_bytes) + (" (low-rank)" if plan.model.layouts else "")
         kind += f", {config.moe.num_experts} experts a layer of {size}, top {config.moe.top_k}"
     console.print(f"{plan.options.model}: {config.architecture}, {kind}")
+    layout = plan.scaling.layout
+    if layout.num_ranks > 1:
+        hosts = f"{layout.num_hosts} hosts" if layout.num_hosts > 1 else "one host"
+        console.print(f"{layout.num_ranks} GPUs on {hosts}; bytes below are those of each GPU")
     console.print(
         f"GPU {gib(plan.memory.gpu_bytes)}, of which {gib(plan.memory.usable_bytes)} may be used "
         f"(gpu_memory_utilization={plan.options.gpu_memory_utilization}); host {gib(plan.memory.host_bytes)}\n"
     )
     if plan.tiers is None:
         console.print(f"cannot run: {plan.refusal}")
+        if more := fewest_gpus(plan):
+            console.print(f"{more} such GPUs hold it: --tensor-parallel-size {more}")
         return
     places = Table("what", "where", "how many", "GiB", title=f"what goes where: {plan.tiers.placement}",
                    title_justify="left")  # fmt: skip
     for what, where, count, num_bytes in rows(plan):
         places.add_row(what, where, count, f"{num_bytes / GIB:.2f}")
     console.print(places)
+    if layout.num_ranks == 1 or plan.tiers.placement == "offload":
+        show_speeds(plan, console)
+    if layout.num_ranks > 1 and plan.tiers.placement == "resident":
+        show_scaling(plan, console)
+    console.print(f"longest context: {plan.tiers.longest_context} tokens for one sequence; with the settings below "
+                  f"the KV cache holds {plan.tiers.kv_tokens} tokens")  # fmt: skip
+    for line in plan.tiers.notes:
+        console.print(f"note: {line}")
+    console.print(f"\nsettings:\n{plan.command}")
+
+
+def show_speeds(plan: Plan, console: Console) -> None:
+    from rich.table import Table
+
     speeds = Table("sequences", "tokens a second, at most", "GB copied a token", title="speed, all together",
                    title_justify="left")  # fmt: skip
     for batch in BATCHES:
@@ -351,11 +370,25 @@ def show_plan(plan: Plan) -> None:
     console.print(speeds)
     console.print("Limits of the links, not promises; the range is from even routing to skewed. "
                   f"{'; '.join(plan.assumptions)}.")  # fmt: skip
-    console.print(f"longest context: {plan.tiers.longest_context} tokens for one sequence; with the settings below "
-                  f"the KV cache holds {plan.tiers.kv_tokens} tokens")  # fmt: skip
-    for line in plan.tiers.notes:
-        console.print(f"note: {line}")
-    console.print(f"\nsettings:\n{plan.command}")
+    if plan.scaling.layout.num_ranks > 1:
+        talking = ", ".join(f"{work.cost.talking * 1e3:.2f} ms for {work.name}" for work in plan.scaling.works)
+        console.print(f"What the GPUs say to each other comes on top, in each step: {talking} (computed).")
+
+
+def show_scaling(plan: Plan, console: Console) -> None:
+    from rich.table import Table
+
+    heading, *found = scaling_rows(plan.scaling, plan.model)
+    table = Table(*heading, title="a step, computed", title_justify="left")
+    for row in found:
+        table.add_row(*row)
+    console.print(table)
+    whole = replace(plan.model, num_ranks=1, expert_size=1)
+    alone = "one such GPU"
+    if whole.dense_bytes + whole.all_experts_bytes > plan.memory.usable_bytes:
+        alone += ", if the model fitted in it (it does not)"
+    console.print(f"Sequences and prompts of 1024 tokens. Speed-up: over {alone}. All of this is computed, nothing was "
+                  f"measured on several GPUs: {'; '.join(plan.scaling.assumptions)}.")  # fmt: skip
 
 
 def rate(speed: Speed) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Annotated
+
+import typer
 
 from nanovllm.cli.options import ENGINE, OptionGroup, with_options
 from nanovllm.cli.stream import note
@@ -37,13 +40,29 @@ SERVER = OptionGroup(
 
 
 @with_options(options=SERVER, config=ENGINE)
-def serve(*, options: ServerOptions, config: EngineConfig) -> None:
+def serve(
+    replicas: Annotated[
+        int, typer.Option(min=1, max=1024, help="So many engines on Ray; prompts that begin alike meet the same one.")
+    ] = 1,
+    *,
+    options: ServerOptions,
+    config: EngineConfig,
+) -> None:
     """Serve a model over HTTP, as OpenAI's API. SIGTERM or Ctrl-C: running requests finish, then it exits."""
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'nano-vllm[server]'")
     if options.api_key is None and os.environ.get(API_KEY):
         options = replace(options, api_key=os.environ[API_KEY])
+    if replicas > 1:
+        try:
+            from nanovllm.server.replicas import serve_replicas
+        except ImportError as error:
+            install = "pip install 'nano-vllm[ray]'"
+            raise ConfigError(f"replicas={replicas}: needs Ray Serve 2.60 or later ({error}): {install}") from None
+
+        serve_replicas(config, options, replicas, note)
+        return
     from nanovllm.server.run import serve as run
 
     run(config, options, note)

@@ -24,11 +24,10 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.errors import ConfigError, EngineDeadError, RequestError
+from nanovllm.executor.choose import choose_executor
 from nanovllm.executor.expert_memory import batched_tokens_for_experts
 from nanovllm.executor.limits import StepLimits
-from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.model_runner import InFlight
-from nanovllm.executor.multiprocess import MultiprocessExecutor
 from nanovllm.hardware.device import Device, is_out_of_memory
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.sizing import refuse_without_experts
@@ -74,13 +73,11 @@ class LLMEngine:
             refuse_without_experts(self.model_config, config.expert_placement, config.expert_cache_gb)
             self.max_model_len = resolve_max_model_len(config, self.model_config)
             self.tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(checkpoint)
-            several = config.tensor_parallel_size > 1
-            device = Device.of_rank(config.device, 0) if several else Device.choose(config.device)
+            make_executor, device = choose_executor(config)
             block_size = resolve_block_size(config, device)
             max_tokens = config.max_num_batched_tokens or default_batched_tokens(config, self.model_config, device)
             limits = StepLimits(self.max_model_len, max_tokens, block_size)
-            executor = MultiprocessExecutor if several else LocalExecutor
-            self.executor = executor(config, self.model_config, checkpoint, device, limits)
+            self.executor = make_executor(config, self.model_config, checkpoint, device, limits)
         finally:
             checkpoint.close()
         self.scheduler = Scheduler(

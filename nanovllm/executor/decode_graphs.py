@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from nanovllm.attention.base import AttentionBatch
-from nanovllm.executor.relay import RELAY_SIZES, Relay
+from nanovllm.executor.relay import Relay, relays
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
 from nanovllm.layers.attention import KVCache, Step
@@ -90,7 +90,7 @@ class DecodeGraphs:
 
         for size in reversed(self.sizes):
             compute = partial(self._compute, size)
-            if self._eager or not (self._model.graph_safe or size in RELAY_SIZES):
+            if self._eager or not (self._model.graph_safe or relays(self._model, size)):
                 self._replays[size] = compute
             elif self._model.graph_safe:
                 self._replays[size] = captured(compute)

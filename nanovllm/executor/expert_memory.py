@@ -2,6 +2,15 @@
 
 The arithmetic is `moe/sizing.py`, which `nanovllm plan` uses too, so a plan made before anything is loaded and the
 engine agree.
+
+Several ranks must place experts alike: one that computes from slots while another has no room for as many would let
+all wait for it. They agree on the facts, each the least that any rank found, and then decide each for itself by the
+same arithmetic. What differs after that, because it is measured (idle time, and so guesses) or granted (how much memory
+may be locked), only says when an expert's bytes arrive on that rank, or whether its CPU computes a rare miss: every
+rank gives its part of every token's sum in any case, and nothing is sent between ranks but that (moe/factors.py).
+
+gpu_memory_gb, expert_cache_gb and expert_host_gb speak of one rank. Where none is given, ranks share their machine's
+memory evenly.
 """
 
 from __future__ import annotations
@@ -15,6 +24,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.executor.limits import StepLimits
 from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import available_host_bytes
 from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig
@@ -25,6 +35,7 @@ from nanovllm.weights.expert_layout import ExpertLayout
 
 logger = logging.getLogger("nanovllm")
 
+ALONE = Parallel()
 CPU_SHARE = 0.9  # of the memory that is available now: gpu_memory_utilization speaks of a card
 
 
@@ -38,34 +49,55 @@ def card_bytes(config: EngineConfig, device: Device) -> int:
     return int(config.gpu_memory_gb * GIB)
 
 
-def machine_memory(config: EngineConfig, device: Device) -> Memory:
-    host, free = available_host_bytes(), device.memory()[0]
-    card = card_bytes(config, device)
+def machine_memory(config: EngineConfig, device: Device, parallel: Parallel = ALONE) -> Memory:
+    """What every rank can count on."""
+    here = parallel.count_neighbours()
+    host, free = parallel.least(available_host_bytes() // here), parallel.least(device.memory()[0])
+    card = parallel.least(card_bytes(config, device))
     if device.is_gpu:
         return Memory(card, host, config.gpu_memory_utilization, free_bytes=free)
-    return Memory(min(card, host), host, CPU_SHARE, context_bytes=0)
+    return Memory(min(card // here, host), host, CPU_SHARE, context_bytes=0)
 
 
 def batched_tokens_for_experts(config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype) -> int:
     """max_num_batched_tokens of a mixture-of-experts model on a GPU, for who gave none."""
-    return default_step_tokens(machine_memory(config, device), ModelFacts(model, dtype.itemsize), config.max_num_seqs)
+    num_ranks, groups = config.tensor_parallel_size, config.expert_parallel_size
+    check_expert_ranks(model, Parallel(0, num_ranks, expert_size=groups))
+    facts = ModelFacts(model, dtype.itemsize, num_ranks=num_ranks, expert_size=groups)
+    return default_step_tokens(machine_memory(config, device), facts, config.max_num_seqs)
+
+
+def check_expert_ranks(model: ModelConfig, parallel: Parallel) -> None:
+    """Refuses what cannot be cut or spread over so many ranks, with the sizes that would do."""
+    if model.moe is not None:
+        parallel.experts_here(model.moe.num_experts)
+        parallel.shard_expert(model.moe.intermediate_size)
+    elif parallel.expert_size > 1:
+        raise ConfigError(
+            f"expert_parallel_size={parallel.expert_size}: {model.architecture} has no experts to spread; leave it out "
+            f"(tensor_parallel_size={parallel.size} cuts all of its weights)"
+        )
 
 
 def size_experts(
     config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, limits: StepLimits,
-    layouts: tuple[ExpertLayout, ...] | None = None,
+    layouts: tuple[ExpertLayout, ...] | None = None, parallel: Parallel = ALONE,
 ) -> Tiers:  # fmt: skip
     """`layouts`: of low-rank experts."""
     wants = Wants(
         limits.max_model_len, limits.max_num_batched_tokens, config.max_num_seqs, config.expert_placement,
         config.expert_cache_gb, config.expert_host_gb, limits.block_size,
     )  # fmt: skip
+    if parallel.expert_size > 1:
+        wants = replace(wants, placement="resident")  # config.py refuses to offload them
     if not device.is_gpu:
         # Slots and host memory are the same memory here: resident unless asked otherwise, whatever it takes.
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
-    facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, layouts)
-    return size_tiers(machine_memory(config, device), facts, wants)
+    facts = ModelFacts(
+        model, dtype.itemsize, limits.max_model_len, layouts, parallel.size, parallel.expert_size
+    )
+    return size_tiers(machine_memory(config, device, parallel), facts, wants)
 
 
 def open_offload(

@@ -1,4 +1,4 @@
-"""LocalExecutor: the model in this process, one rank, no process group.
+"""LocalExecutor: the model in this process: alone, without a process group, or one rank of several.
 
 `launch(plan)` starts a step and returns an InFlight; `InFlight.result()` waits for it. On the CPU the work is done
 inside `launch`; the contract is the one that overlapping devices and other processes need.
@@ -18,8 +18,7 @@ import torch
 
 from nanovllm.attention.select import Selection, select_backend
 from nanovllm.config import EngineConfig
-from nanovllm.errors import ConfigError
-from nanovllm.executor.expert_memory import card_bytes, open_offload, size_experts
+from nanovllm.executor.expert_memory import card_bytes, check_expert_ranks, open_offload, size_experts
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
 from nanovllm.executor.limits import StepLimits
@@ -66,7 +65,10 @@ class LocalExecutor:
         limits: StepLimits, parallel: Parallel = ALONE,
     ) -> None:  # fmt: skip
         """`parallel`: this process's place among the ranks, if there are others (multiprocess.py)."""
+        if config.expert_parallel_size > 1:
+            parallel = replace(parallel, expert_size=config.expert_parallel_size)
         self.parallel = parallel
+        check_expert_ranks(model_config, parallel)
         self.device = device
         self.dtype = self.device.resolve_dtype(config.dtype, model_config.dtype)
         specs = attention_specs(model_config, self.dtype, parallel)
@@ -91,13 +93,8 @@ class LocalExecutor:
         layouts = experts = None
         if self.low_rank is not None:
             checkpoint, layouts, experts = self.low_rank.checkpoint, self.low_rank.layouts, self.low_rank.resident
-        if self.low_rank is not None and self.parallel.size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.parallel.size}: low-rank experts run on one rank; use 1, or set "
-                f"NANOVLLM_DISABLE_SVD=1"
-            )
-        if model_config.moe is not None and self.parallel.size == 1:
-            tiers = size_experts(config, model_config, self.device, self.dtype, limits, layouts)
+        if model_config.moe is not None:
+            tiers = size_experts(config, model_config, self.device, self.dtype, limits, layouts, self.parallel)
             if tiers.placement == "offload" and config.load_format != "dummy":
                 # Locking host memory takes long: a checkpoint that is not whole is refused before.
                 nowhere = replace(build, device=torch.device("meta"))
@@ -236,6 +233,8 @@ class LocalExecutor:
     def _describe_experts(self) -> dict[str, Any]:
         """Nothing of experts that are as the model has them, on the device."""
         experts: dict[str, Any] = {} if self.offload is None else self.offload.describe()
+        if self.parallel.expert_size > 1:
+            experts = {"placement": "resident", "spread_over": self.parallel.expert_size}
         if self.low_rank is not None:
             experts = {"placement": "resident", **experts, **self.low_rank.describe()}
         return {"experts": experts} if experts else {}

@@ -25,9 +25,17 @@ from nanovllm.layers.attention import KVCache, Rope, Step
 from nanovllm.models.transformer import DecoderLayer, Transformer
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.moe.offload import Offload
+from nanovllm.moe.offloaded import OffloadedExperts
 
 RELAY_SIZES = (1, 2, 4)  # with more sequences nearly every layer misses something, and copies take all the time
 Capture = Callable[[Callable[[], None]], Callable[[], None]]  # function -> what replays it
+
+
+def relays(model: Transformer, num_tokens: int) -> bool:
+    """Whether a step of so many tokens runs this way. Not with experts that are spread over ranks: there the host reads
+    how many rows travel, in the middle of the experts."""
+    sparse = [layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, MoeLayer)]
+    return num_tokens in RELAY_SIZES and bool(sparse) and all(isinstance(e, OffloadedExperts) for e in sparse)
 
 
 class Said:

@@ -1,12 +1,18 @@
 """A StepPlan as bytes, and messages on a socket. Plain integers and JSON, never pickle: a plan is read, not executed.
 
-A plan is one array of 64-bit integers (in this machine's byte order: both ends are on it), followed by the sampling
-parameters of the sequences that arrive, as JSON. 256 decodes are 14 KB.
+A plan is one array of 64-bit integers (in this machine's byte order; ranks of one engine run on one kind of machine),
+followed by the sampling parameters of the sequences that arrive, as JSON:
 
-    step_id, num_steps, entries, arrivals, departures                                        five counts
-    per entry: seq_id, start, num_new, first_block, samples; then all numbers of blocks; then all block ids
-    departures
-    per arrival: seq_id, num_prompt, seed, tokens, stop ids, bad words                       counts, then the ids
+    HEAD: step_id, num_steps, and the counts of all that follows
+    seq_ids, starts                                                    a column each
+    num_new, samples                                                   a column each, unless all are 1: a decode step
+    index, first_block, number of blocks                               a column each, of the entries that bring blocks
+    block ids, departures
+    per arrival: seq_id, num_prompt, seed, tokens, stop ids, bad words counts, then the ids
+
+Every plan is complete: no message needs the one before it. 256 decodes are 4 KB; written, sent, received and
+read in 85 us (900 us before), because nothing is done number by number in Python: columns become arrays, and entries
+are made by `map` in C. The first_block of an entry that brings no blocks says nothing and is not sent; it is read as 0.
 
 A message is its length (4 bytes), a letter for its kind, and the bytes.
 """
@@ -17,32 +23,53 @@ import dataclasses
 import json
 import socket
 import struct
-from array import array
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from typing import Any, cast
+
+import numpy as np
 
 from nanovllm.errors import EngineDeadError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 
 HEADER = struct.Struct("<Ic")
+HEAD = struct.Struct("=8q")
 MAX_BYTES = 1 << 30
-FIELDS = attrgetter("seq_id", "start", "num_new", "first_block", "samples")
-ENTRY = 5
+
+
+class _Entry(tuple[Any, ...]):
+    """A PlanEntry, and equal to one, without its constructor: `map(_Entry, rows)` calls no Python, which makes 256
+    in 27 us instead of 75."""
+
+    __slots__ = ()
+    seq_id, start, num_new, first_block, block_ids, samples = (getattr(PlanEntry, name) for name in PlanEntry._fields)
+
+
+def _column(numbers: Sequence[int]) -> bytes:
+    return np.fromiter(numbers, np.int64, len(numbers)).tobytes() if numbers else b""
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    entries = plan.entries
-    numbers = array("q", (plan.step_id, plan.num_steps, len(entries), len(plan.arrivals), len(plan.departures)))
-    blocks = [entry.block_ids for entry in entries]
-    numbers.extend(chain.from_iterable(map(FIELDS, entries)))
-    numbers.extend(map(len, blocks))
-    numbers.extend(chain.from_iterable(blocks))
-    numbers.extend(plan.departures)
-    for arrival in plan.arrivals:
-        numbers.extend(_arrival_numbers(arrival))
-    params = json.dumps([dataclasses.asdict(arrival.params) for arrival in plan.arrivals]) if plan.arrivals else ""
-    return struct.pack("<I", len(numbers)) + numbers.tobytes() + params.encode()
+    entries, departures, arrivals = plan.entries, plan.departures, plan.arrivals
+    seq_ids, starts, num_new, first_blocks, blocks, samples = zip(*entries) if entries else ((),) * 6
+    count = len(entries)
+    is_decode = num_new.count(1) == count and all(samples)
+    bringing = [index for index, ids in enumerate(blocks) if ids] if any(blocks) else []
+    found = [blocks[index] for index in bringing]
+    ids = tuple(chain.from_iterable(found))
+    counts = (count, is_decode, len(bringing), len(ids), len(departures), len(arrivals))
+    parts = [HEAD.pack(plan.step_id, plan.num_steps, *counts), _column(seq_ids), _column(starts)]
+    if not is_decode:
+        parts += [_column(num_new), _column(samples)]
+    if bringing:
+        placed = [*bringing, *(first_blocks[index] for index in bringing), *map(len, found)]
+        parts += [_column(placed), _column(ids)]
+    parts.append(_column(departures))
+    if arrivals:
+        parts += [_column(_arrival_numbers(arrival)) for arrival in arrivals]
+        parts.append(json.dumps([dataclasses.asdict(arrival.params) for arrival in arrivals]).encode())
+    return b"".join(parts)
 
 
 def _arrival_numbers(arrival: Arrival) -> list[int]:
@@ -53,46 +80,73 @@ def _arrival_numbers(arrival: Arrival) -> list[int]:
 
 
 class _Reader:
-    def __init__(self, numbers: array) -> None:
-        self._numbers, self._next = numbers, 0
+    """Numbers in order. Whoever asks for more than there are has a damaged message."""
+
+    def __init__(self, data: bytes, start: int) -> None:
+        self._data, self._next = data, start
 
     def take(self, count: int) -> list[int]:
-        found = self._numbers[self._next : self._next + count].tolist()
-        if count < 0 or len(found) < count:
-            raise EngineDeadError(f"a plan of {len(self._numbers)} numbers asks for {count} at {self._next}")
-        self._next += count
+        if not count:
+            return []
+        end = self._next + 8 * count
+        if count < 0 or end > len(self._data):
+            raise EngineDeadError(f"a plan of {len(self._data)} bytes asks for {count} numbers at {self._next}")
+        found: list[int] = np.frombuffer(self._data, np.int64, count, self._next).tolist()
+        self._next = end
         return found
 
-    def at_end(self) -> bool:
-        return self._next == len(self._numbers)
+    def rest(self) -> bytes:
+        return self._data[self._next :]
 
 
 def decode_plan(data: bytes) -> StepPlan:
-    count = struct.unpack_from("<I", data)[0]
-    numbers = array("q")
-    numbers.frombytes(data[4 : 4 + 8 * count])
-    reader = _Reader(numbers)
-    step_id, num_steps, num_entries, num_arrivals, num_departures = reader.take(5)
-    flat, num_blocks = reader.take(ENTRY * num_entries), reader.take(num_entries)
-    columns = (flat[i::ENTRY] for i in range(ENTRY))
-    made = tuple(
-        PlanEntry(seq_id, start, num_new, first, tuple(reader.take(num)) if num else (), bool(samples))
-        for seq_id, start, num_new, first, samples, num in zip(*columns, num_blocks)
-    )
+    if len(data) < HEAD.size:
+        raise EngineDeadError(f"a plan of {len(data)} bytes: at least {HEAD.size}")
+    step_id, num_steps, *counts = HEAD.unpack_from(data)
+    count, is_decode, num_bringing, num_blocks, num_departures, num_arrivals = counts
+    reader = _Reader(data, HEAD.size)
+    seq_ids, starts = reader.take(count), reader.take(count)
+    num_new: Iterable[int] = repeat(1) if is_decode else reader.take(count)
+    samples: Iterable[bool] = repeat(True) if is_decode else map(bool, reader.take(count))
+    first_blocks: Iterable[int] = repeat(0)
+    blocks: Iterable[tuple[int, ...]] = repeat(())
+    if num_bringing:
+        first_blocks, blocks = _read_blocks(reader, count, num_bringing, num_blocks)
+    entries = tuple(map(_Entry, zip(seq_ids, starts, num_new, first_blocks, blocks, samples)))
     departures = tuple(reader.take(num_departures))
-    params = json.loads(data[4 + 8 * count :]) if num_arrivals else []
-    arrivals = tuple(_read_arrival(reader, SamplingParams(**params[i])) for i in range(num_arrivals))
-    if not reader.at_end():
-        raise EngineDeadError("a plan has numbers left over")
-    return StepPlan(step_id, made, arrivals, departures, num_steps)
+    arrivals = [_read_arrival(reader) for _ in range(num_arrivals)]
+    params = json.loads(reader.rest()) if num_arrivals else []
+    if len(params) != num_arrivals or (not num_arrivals and reader.rest()):
+        raise EngineDeadError(f"a plan of {num_arrivals} arrivals has {len(params)} parameters, or more than it says")
+    arrived = tuple(
+        Arrival(seq_id, token_ids, num_prompt, SamplingParams(**given), seed, stop_ids, words)
+        for (seq_id, token_ids, num_prompt, seed, stop_ids, words), given in zip(arrivals, params)
+    )
+    return StepPlan(step_id, cast("tuple[PlanEntry, ...]", entries), arrived, departures, num_steps)
 
 
-def _read_arrival(reader: _Reader, params: SamplingParams) -> Arrival:
+def _read_blocks(
+    reader: _Reader, count: int, num_bringing: int, num_blocks: int
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """(first block, block ids) of every entry."""
+    places, firsts, lens = (reader.take(num_bringing) for _ in range(3))
+    if sum(lens) != num_blocks or min(places) < 0 or max(places) >= count or min(lens) < 0:
+        raise EngineDeadError(f"a plan of {count} entries brings blocks {lens} to {places}, and has {num_blocks}")
+    ids, at = reader.take(num_blocks), 0
+    first_blocks = [0] * count
+    blocks: list[tuple[int, ...]] = [()] * count
+    for place, first, length in zip(places, firsts, lens):
+        first_blocks[place], blocks[place] = first, tuple(ids[at : at + length])
+        at += length
+    return first_blocks, blocks
+
+
+def _read_arrival(reader: _Reader) -> tuple[Any, ...]:
     seq_id, num_prompt, seed, num_tokens, num_stops, num_words = reader.take(6)
     lengths = reader.take(num_words)
     token_ids, stop_ids = tuple(reader.take(num_tokens)), tuple(reader.take(num_stops))
     words = tuple(tuple(reader.take(length)) for length in lengths)
-    return Arrival(seq_id, token_ids, num_prompt, params, seed % (1 << 64), stop_ids, words)
+    return seq_id, token_ids, num_prompt, seed % (1 << 64), stop_ids, words
 
 
 def send(connection: socket.socket, kind: bytes, data: bytes = b"") -> None:
@@ -112,7 +166,7 @@ def receive(connection: socket.socket) -> tuple[bytes, bytes] | None:
 
 
 def _read(connection: socket.socket, count: int) -> bytes | None:
-    data = bytearray()
+    data = b""
     while len(data) < count:
         try:
             part = connection.recv(min(count - len(data), 1 << 20))
@@ -121,4 +175,4 @@ def _read(connection: socket.socket, count: int) -> bytes | None:
         if not part:
             return None
         data += part
-    return bytes(data)
+    return data

@@ -2,73 +2,118 @@
 
 FD is one end of a socket pair that the parent made: no name, no port, nobody else can reach it. Over it come the
 options (JSON), then plans, in order. The worker builds its shards, runs every plan as rank 0 does, and says nothing:
-all ranks sample alike. What it says is `ready`, or in words why it ends. When the socket closes, it ends too: a parent
-that dies leaves no orphans.
+all ranks sample alike. What it says is `here`, `ready`, or in words why it ends. When the socket closes, it ends too:
+a parent that dies leaves no orphans.
+
+    parent  I options                         P plan   P plan ...  (end of the connection)
+    worker             H (here)   R (ready)                        F failed | L lost touch
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.executor.wire import decode_plan, receive, send
 
+if TYPE_CHECKING:
+    from nanovllm.executor.local import LocalExecutor
+    from nanovllm.executor.model_runner import InFlight
+    from nanovllm.hardware.device import Device
+    from nanovllm.hardware.parallel import Parallel
+    from nanovllm.scheduling.plan import StepResult
+
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; the parent decides what it means
     connection = socket.socket(fileno=int(sys.argv[1]))
     first = receive(connection)
     if first is None:
         return 0
+    options = json.loads(first[1])
     try:
-        serve(connection, json.loads(first[1]))
+        serve(connection, options)
     except BaseException as error:
+        from nanovllm.executor.faults import FAILED, Report
+
+        report = Report.of(options["rank"], error)
         try:
-            send(connection, b"E", f"{type(error).__name__}: {error}".encode()[:4000])
+            send(connection, b"F" if report.kind == FAILED else b"L", report.text.encode())
         except OSError:
             return 0  # the parent is gone: that is why
-        traceback.print_exc()
+        if report.kind == FAILED:
+            traceback.print_exc()
         return 1
     return 0
 
 
 def serve(connection: socket.socket, options: dict[str, Any]) -> None:
+    import torch
+
+    from nanovllm.executor.faults import STARTUP_SECONDS
+    from nanovllm.hardware.device import Device
+    from nanovllm.hardware.parallel import connect, limit_waiting, open_store
+
+    rank, size = options["rank"], options["size"]
+    device = Device.of_rank(options["config"]["device"], rank)
+    if not device.is_gpu:
+        torch.set_num_threads(options["threads"])
+    store = open_store(options["port"], size, is_master=False, timeout=STARTUP_SECONDS)
+    send(connection, b"H")
+    parallel = connect(store, rank, size, device.torch_device, STARTUP_SECONDS)
+    follower = Follower(open_executor(options["config"], options["limits"], device, parallel))
+    limit_waiting(parallel, options["config"]["worker_timeout"])
+    send(connection, b"R")
+    while (message := receive(connection)) is not None and message[0] == b"P":
+        follower.launch(message[1])
+    follower.close()
+
+
+def open_executor(
+    config_fields: dict[str, Any], limits: list[int], device: Device, parallel: Parallel
+) -> LocalExecutor:
+    """A rank's part of the model, from what can be sent to another process."""
     from nanovllm.config import EngineConfig
     from nanovllm.executor.limits import StepLimits
     from nanovllm.executor.local import LocalExecutor
-    from nanovllm.hardware.device import Device
-    from nanovllm.hardware.parallel import connect, open_store
     from nanovllm.model_config import ModelConfig
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model
 
-    rank, size, timeout = options["rank"], options["size"], options["timeout"]
-    config = EngineConfig(**options["config"])
-    device = Device.of_rank(config.device, rank)
-    if not device.is_gpu:
-        import torch
-
-        torch.set_num_threads(options["threads"])
-    store = open_store(options["port"], size, is_master=False, timeout=timeout)
-    parallel = connect(store, rank, size, device.torch_device, timeout)
+    config = EngineConfig(**config_fields)
     checkpoint = open_checkpoint(resolve_model(config.model, offline=True, progress=False))
     try:
         model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        limits = StepLimits(*options["limits"])
-        executor = LocalExecutor(config, model_config, checkpoint, device, limits, parallel)
+        return LocalExecutor(config, model_config, checkpoint, device, StepLimits(*limits), parallel)
     finally:
         checkpoint.close()
-    send(connection, b"R")
-    flights: deque[Any] = deque()
-    while (message := receive(connection)) is not None and message[0] == b"P":
-        if len(flights) >= executor.overlap:
-            flights.popleft().result()
-        flights.append(executor.launch(decode_plan(message[1])))
-    executor.close()
+
+
+class Follower:
+    """Runs plans that come as bytes, in order, as many at once as the runner overlaps."""
+
+    def __init__(self, executor: LocalExecutor) -> None:
+        self.executor = executor
+        self._flights: deque[InFlight] = deque()
+
+    def launch(self, data: bytes) -> None:
+        if len(self._flights) >= self.executor.overlap:
+            self.result()
+        self._flights.append(self.executor.launch(decode_plan(data)))
+
+    def result(self) -> StepResult:
+        """Of the oldest plan whose result was not taken yet."""
+        return self._flights.popleft().result()
+
+    def close(self) -> None:
+        self._flights.clear()
+        self.executor.close()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,13 @@ the process-wide default one of torch.distributed: two engines in one process do
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
+import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +38,12 @@ class Parallel:
     rank: int = 0
     size: int = 1
     group: Any = field(default=None, compare=False, repr=False)  # a process group of torch; None for one rank
+    expert_size: int = 1  # experts are spread over so many groups of neighbouring ranks, each group has its own
+
+    @property
+    def ranks_per_expert(self) -> int:
+        """So many neighbours have an expert between them, a share of it each."""
+        return self.size // self.expert_size
 
     def share(self, total: int, what: str) -> int:
         if total % self.size:
@@ -43,6 +54,30 @@ class Parallel:
     def shard(self, dim: int, total: int, what: str) -> Shard:
         share = self.share(total, what)
         return Shard(dim, self.rank * share, share, total)
+
+    def shard_expert(self, total: int) -> Shard:
+        """This rank's share of an expert's intermediate size, cut along dimension 0."""
+        what, ranks = "intermediate size of an expert", self.ranks_per_expert
+        if self.expert_size == 1:
+            return self.shard(0, total, what)
+        if total % ranks:
+            good = [n for n in range(1, self.size + 1) if self.size % n == 0 and total % (self.size // n) == 0]
+            raise ConfigError(
+                f"expert_parallel_size={self.expert_size} of {self.size} ranks cuts each expert in {ranks}: {what}="
+                f"{total} does not divide; possible: {good}"
+            )
+        return Shard(0, self.rank % ranks * (total // ranks), total // ranks, total)
+
+    def experts_here(self, total: int) -> range:
+        """Numbers of the experts that this rank has (a share of), of a layer's `total`."""
+        if total % self.expert_size:
+            good = [n for n in range(1, self.size + 1) if self.size % n == 0 and total % n == 0]
+            raise ConfigError(
+                f"expert_parallel_size={self.expert_size}: {total} experts in a layer do not divide; with "
+                f"tensor_parallel_size={self.size} possible: {good}"
+            )
+        first = self.rank // self.ranks_per_expert * (total // self.expert_size)
+        return range(first, first + total // self.expert_size)
 
     def share_kv_heads(self, total: int) -> tuple[int, int]:
         """(how many this rank has, the first of them). With fewer heads than ranks, neighbours hold the same one."""
@@ -76,6 +111,41 @@ class Parallel:
         self.group.allgather([parts], [x.contiguous()]).wait()
         return torch.cat(parts, dim=-1)
 
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors one below the other, rank 0's first; all have as many rows."""
+        if self.size == 1:
+            return x
+        found = x.new_empty(self.size, *x.shape)
+        self.group.allgather([list(found)], [x.contiguous()]).wait()
+        return found.flatten(0, 1)
+
+    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        """int64 [ranks]: number i goes to rank i; what comes is by the rank it comes from."""
+        found = torch.empty_like(counts)
+        self.group.alltoall_base(found, counts, [], []).wait()
+        return found
+
+    def exchange_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """The first `sent[0]` rows go to rank 0, the next to rank 1, ...; what comes is by rank, too. As bytes: a
+        library that only adds in some dtypes moves all of them."""
+        found = rows.new_empty(sum(received), *rows.shape[1:])
+        self.group.alltoall_base(
+            found.view(torch.uint8), rows.contiguous().view(torch.uint8), received, sent
+        ).wait()
+        return found
+
+    def least(self, number: int) -> int:
+        """Of what the ranks found: for facts that all must decide by, such as free memory."""
+        return min(self.gather_numbers(number))
+
+    def count_neighbours(self) -> int:
+        """Ranks on this machine, this one included: they share its memory."""
+        if self.size == 1:
+            return 1
+        digest = hashlib.blake2b(machine_name().encode(), digest_size=7).digest()
+        here = int.from_bytes(digest, "little")
+        return self.gather_numbers(here).count(here)
+
     def gather_numbers(self, number: int) -> list[int]:
         """One from each rank."""
         if self.size == 1:
@@ -86,25 +156,77 @@ class Parallel:
         return [int(part) for part in parts]
 
 
+def machine_name() -> str:
+    """The same for all processes of a machine, in whatever container or network they are."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return platform.node()
+
+
 def open_store(port: int, size: int, is_master: bool, timeout: float, host: str = LOOPBACK) -> Any:
-    """Where the ranks find each other. The master opens it on `port`, 0 = any free one; `.port` says which."""
+    """Where the ranks find each other. The master opens it on `port`, 0 = any free one; `.port` says which. It listens
+    on `host` alone: left to itself, TCPStore listens on every interface whatever host it is given."""
     from torch.distributed import TCPStore
 
-    return TCPStore(host, port, size, is_master=is_master, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    limit = timedelta(seconds=timeout)
+    if not is_master:
+        return TCPStore(host, port, size, is_master=False, timeout=limit)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, port))
+        listener.listen(max(128, size))
+        found = listener.getsockname()[1]
+        store = TCPStore(
+            host, found, size, is_master=True, timeout=limit, wait_for_workers=False,
+            master_listen_fd=listener.fileno(), use_libuv=True,
+        )  # fmt: skip
+        listener.detach()  # it is the store's now
+    return store
 
 
-def connect(store: Any, rank: int, size: int, device: torch.device, timeout: float) -> Parallel:
-    """All ranks call this; it returns when all have. NCCL between GPUs, gloo between CPUs."""
+def own_address(peer: str) -> str:
+    """The address of this machine under which `peer` sees it: that of the interface that leads there."""
+    with socket.socket(socket.AF_INET6 if ":" in peer else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # of a datagram socket: finds the route, sends nothing
+        return str(probe.getsockname()[0])
+
+
+def limit_waiting(parallel: Parallel, timeout: float) -> None:
+    """From now on a rank waits no longer than that for the others. (Loading may take one of them minutes.)"""
+    if parallel.size > 1:
+        parallel.group._set_default_timeout(timedelta(seconds=timeout))
+
+
+def give_up(parallel: Parallel) -> None:
+    """End the collectives that wait, on the GPU too. From another thread than the one that waits."""
+    if parallel.group is not None:
+        parallel.group.abort()
+
+
+def disconnect(parallel: Parallel) -> None:
+    """Let go of the group, for good: its sockets and threads live until the last reference to it goes, and whoever
+    keeps the traceback of an error keeps the Parallel."""
+    object.__setattr__(parallel, "group", None)
+
+
+def connect(
+    store: Any, rank: int, size: int, device: torch.device, timeout: float, address: str = LOOPBACK
+) -> Parallel:
+    """All ranks call this; it returns when all have. NCCL between GPUs, gloo between CPUs. `address`: of this machine,
+    where the others reach it."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=timeout)
     if device.type == "cuda":
+        # Left to itself, NCCL's watchdog ends the process of whoever waits too long, the caller's included; here a rank
+        # that is lost is an error with a name (executor/faults.py).
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         torch.cuda.set_device(device)
         return Parallel(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
     options = dist.ProcessGroupGloo._Options()
     # By name or by default gloo would listen on whatever address the host's name resolves to.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = limit
     return Parallel(rank, size, dist.ProcessGroupGloo(store, rank, size, options))

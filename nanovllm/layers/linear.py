@@ -3,7 +3,7 @@
 A column-parallel layer splits its output over the ranks, a row-parallel layer its input; one all-reduce follows the
 latter, none is needed between the two. Several matrices that read the same input are stacked into one (one GEMM
 instead of three): `parts` names the stacked pieces and their rows, `shards` says which piece of the checkpoint's tensor
-each is, and that is all that the weight loader needs to know.
+each is, `elsewhere` which others are another rank's, and that is all that the weight loader needs to know.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Linear(Layer):
         super().__init__()
         self.parts = parts  # name -> number of rows, in order
         self.shards = shards or {}  # name -> which part of the checkpoint's tensor; absent = all of it
+        self.elsewhere: dict[str, tuple[int, ...]] = {}  # parts that other ranks have, and their shapes
         self.ops = build.ops
         self.weight = build.parameter(sum(parts.values()), in_size)
         self.bias = build.parameter(sum(parts.values())) if bias else None

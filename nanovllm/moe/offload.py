@@ -38,8 +38,9 @@ from nanovllm.hardware.staging import Uploader
 from nanovllm.layers.build import Build
 from nanovllm.model_config import MoeConfig
 from nanovllm.moe.cache import ExpertCache, ExpertStats, Selection
+from nanovllm.moe.factors import cut_expert
 from nanovllm.moe.idle import IdleTime
-from nanovllm.moe.offloaded import OffloadedExperts, OffloadedLowRank
+from nanovllm.moe.offloaded import OffloadedExperts
 from nanovllm.moe.store import ExpertShape, ExpertStore
 from nanovllm.ops import moe as plain
 from nanovllm.weights.checkpoint import Checkpoint
@@ -84,10 +85,12 @@ class Offload:
         """`layouts` of the sparse layers: None = dense."""
         layers = tuple(i for i, sparse in enumerate(moe.layers) if sparse)
         layouts = layouts or (ExpertLayout.dense(hidden, moe.intermediate_size),) * len(layers)
-        self.shape = shape = ExpertShape(layers, moe.num_experts, layouts, build.dtype)
+        shares, shards = zip(*(cut_expert(layout, build.parallel) for layout in layouts))
+        self.shape = shape = ExpertShape(layers, moe.num_experts, shares, build.dtype, shards)
+        self._whole, self._build = layouts, build
         self._top_k, self._ops, self._device, self._options = moe.top_k, build.ops, device, options
         num_pieces = _num_pieces(shape, options.piece_bytes)
-        self._pieces = [layout.numel // num_pieces for layout in layouts]  # numbers in one, by layer
+        self._pieces = [layout.numel // num_pieces for layout in shares]  # numbers in one, by layer
         self.cache = ExpertCache(
             len(layers), moe.num_experts, moe.top_k, options.num_cached, options.num_streaming, options.policy,
             num_pieces=num_pieces,
@@ -124,13 +127,10 @@ class Offload:
         count = min(len(block), (64 << 20) // self.shape.dtype.itemsize)
         return self.stream.bandwidth(block[:count], memory[:count])
 
-    def experts(self, layer: int, moe: MoeConfig, hidden: int, build: Build) -> OffloadedExperts | OffloadedLowRank:
+    def experts(self, layer: int, moe: MoeConfig, hidden: int, build: Build) -> OffloadedExperts:
         """`Parts.experts` of the model; `layer` counts all layers."""
         number = self.shape.layers.index(layer)
-        layout = self.shape.layouts[number]
-        if not layout.is_low_rank:
-            return OffloadedExperts(self, number)
-        made = OffloadedLowRank(self, number, layout, build)
+        made = OffloadedExperts(self, number, self._whole[number], self._build)
         self._between[number] = made.between
         return made
 

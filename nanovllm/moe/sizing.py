@@ -3,7 +3,8 @@
     tiers = size_tiers(Memory(gpu_bytes, host_bytes), ModelFacts(model_config, itemsize=2), Wants(max_model_len=4096))
 
 Everything is arithmetic in bytes on facts of config.json, so `nanovllm plan` and the engine decide alike, and a test
-can stand on both sides of every boundary. Options named `_gb`, and GiB in messages, are 2**30 bytes.
+can stand on both sides of every boundary. Options named `_gb`, and GiB in messages, are 2**30 bytes. Of several ranks
+all that is said here is about one: its card, its part of the model (moe/facts.py), its share of the host.
 
 What a card holds, in this order:
 
@@ -20,12 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
-from nanovllm.weights.expert_layout import ExpertLayout
+from nanovllm.moe.facts import ModelFacts as ModelFacts
 
 GIB = 2**30
 CONTEXT_BYTES = 512 << 20  # what a CUDA context takes of a card before the first tensor: 0.3 to 0.6 GB by card
@@ -46,115 +46,6 @@ class DoesNotFit(ConfigError):
 
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Bytes of a model's parts, by its config. `itemsize`: bytes per number of weights and cache."""
-
-    config: ModelConfig
-    itemsize: int = 2
-    trained_len: int | None = None  # longest text it reads; None = max_position_embeddings
-    layouts: tuple[ExpertLayout, ...] | None = None  # of the sparse layers, where experts are low-rank
-
-    @property
-    def num_sparse_layers(self) -> int:
-        return sum(self.config.moe.layers) if self.config.moe else 0
-
-    @property
-    def num_experts(self) -> int:
-        """In all layers together."""
-        return self.num_sparse_layers * self.config.moe.num_experts if self.config.moe else 0
-
-    @property
-    def top_k(self) -> int:
-        return self.config.moe.top_k if self.config.moe else 0
-
-    @cached_property
-    def layer_bytes(self) -> tuple[int, ...]:
-        """Gate, up and down of one expert, by sparse layer."""
-        if self.config.moe is None:
-            return ()
-        dense = ExpertLayout.dense(self.config.hidden_size, self.config.moe.intermediate_size)
-        layouts = self.layouts or (dense,) * self.num_sparse_layers
-        return tuple(layout.numel * self.itemsize for layout in layouts)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of the largest: what a slot takes."""
-        return max(self.layer_bytes, default=0)
-
-    @property
-    def all_experts_bytes(self) -> int:
-        return sum(self.layer_bytes) * self.config.moe.num_experts if self.config.moe else 0
-
-    @property
-    def mean_expert_bytes(self) -> float:
-        return self.all_experts_bytes / self.num_experts if self.num_experts else 0.0
-
-    @property
-    def dense_bytes(self) -> int:
-        """All parameters but the experts'; with what low-rank experts share. Exact: tests compare it with the models as
-        built."""
-        config, moe = self.config, self.config.moe
-        hidden, size = config.hidden_size, config.intermediate_size
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        qkv_bias, out_bias, mlp_bias, head_norm = _extras(config)
-        attention = hidden * (q + 2 * kv) + q * hidden + 2 * hidden  # with the layer's two norms
-        attention += qkv_bias * (q + 2 * kv) + out_bias * hidden + head_norm * 2 * config.head_dim
-        mlp = 3 * hidden * size + mlp_bias * (2 * size + hidden)
-        router = moe.num_experts * hidden if moe else 0
-        num = config.num_layers * attention + self.num_sparse_layers * router
-        num += (config.num_layers - self.num_sparse_layers) * mlp
-        num += config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2) + hidden
-        num += sum(layout.shared_numel for layout in self.layouts or ())
-        return num * self.itemsize
-
-    @property
-    def embedding_bytes(self) -> int:
-        """Of which a step reads only a few rows; 0 if the head is the same matrix, which is read whole."""
-        config = self.config
-        return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * self.itemsize
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * self.itemsize
-
-    def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """The most that a step of so many tokens, with logits for so many rows, holds at once: an upper estimate.
-
-        Always alive: residual, branch and normed input, 3 x [T, H], and the rotary table and what a step takes of it.
-        Beside them the largest of
-          attention:  qkv, the rotated q and k, and the output;
-          dense MLP:  gate and up [T, 2I] and their product [T, I];
-          experts:    for each of T x k pairs the input gathered, gate and up, the product and the result, H + 3I + H.
-                      (The fused kernel keeps only product and result; the grouped product of the library keeps all.)
-                      And the router's logits and probabilities in fp32, and the pairs' ids and weights;
-          logits:     rows x vocabulary, as computed and twice in fp32 (raw, and as the sampler works on them).
-        """
-        config, moe, b = self.config, self.config.moe, self.itemsize
-        hidden = config.hidden_size
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        longest = self.trained_len or config.max_position_embeddings
-        always = 3 * num_tokens * hidden * b + (longest + num_tokens) * config.rope.rotary_dim * 4
-        attention = num_tokens * ((q + 2 * kv) + (q + kv) + q) * b
-        dense = num_tokens * 3 * config.intermediate_size * b
-        if moe is not None and all(moe.layers):
-            dense = 0
-        experts = 0
-        if moe is not None:
-            pairs = num_tokens * moe.top_k
-            experts = pairs * ((2 * hidden + 3 * moe.intermediate_size) * b + 16) + 8 * num_tokens * moe.num_experts
-        logits = num_rows * config.vocab_size * (b + 8)
-        return always + max(attention, dense, experts, logits)
-
-
-def _extras(config: ModelConfig) -> tuple[bool, bool, bool, bool]:
-    """(qkv bias, out bias, MLP bias, head norm). models/ says the same when it builds; a test compares the two."""
-    name, hf = config.architecture, config.hf
-    bias = bool(hf.get("attention_bias", False)) and not name.startswith(("Qwen2", "Mixtral"))
-    mlp_bias = bool(hf.get("mlp_bias", False)) and name.startswith(("Llama", "Mistral"))
-    return bias or name.startswith("Qwen2"), bias, mlp_bias, name.startswith("Qwen3")
 
 
 @dataclass(frozen=True)
@@ -290,6 +181,9 @@ class _Budget:
                     f"{model.num_experts} experts on the GPU"
                 )
             asked = "expert_placement='resident': " if everything and self.wants.placement == "resident" else ""
+            if model.expert_size > 1:  # config.py refuses to offload experts that are spread
+                asked = f"expert_parallel_size={model.expert_size}: "
+                advice = f"; tensor_parallel_size={model.num_ranks} without it can offload" if advice else ""
             raise self._refusal(needed, asked, experts, advice)
         return self._tiers("resident", (), 0, self.left - everything, self.left - everything)
 
@@ -404,8 +298,7 @@ class _Budget:
                              f"{gib(spare)} of it are used")  # fmt: skip
             else:
                 spare = wanted
-        assert self.model.config.moe is not None
-        host = count_fitting(spare, self.model.layer_bytes, self.model.config.moe.num_experts)
+        host = count_fitting(spare, self.model.layer_bytes, self.model.layer_experts)
         if host < offloaded:
             notes.append(
                 f"host memory takes {host} of {offloaded} experts; {offloaded - host} are read from disk each time "

@@ -1,7 +1,8 @@
 """ExpertStore: where experts wait for their turn, in page-locked host memory or on disk.
 
 An expert is one block of numbers, [gate | up | down], the layout it has in a slot of the device: one copy brings it
-there. Its sizes are the layer's own (weights/expert_layout.py): ranks differ from layer to layer. Blocks are locked one
+there. Its sizes are the layer's own (weights/expert_layout.py): ranks differ from layer to layer. One of several ranks
+of a tensor-parallel engine stores, and reads, its own share of each expert. Blocks are locked one
 by one until the limit is reached or the system refuses; the other experts stay in the model's files and are read when
 they are wanted, in chunks through two small locked buffers: while one chunk travels to the device the next is read.
 That tier is as slow as the disk, and it needs no memory.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,11 +27,12 @@ import torch
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware.copies import CopyStream, Mark
 from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import Shard
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
 from nanovllm.moe.sizing import count_fitting
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_layout import DOWN, ExpertLayout
-from nanovllm.weights.loader import OnDisk, Place
+from nanovllm.weights.loader import OnDisk, Place, as_place
 from nanovllm.weights.safetensors_folder import Location
 
 logger = logging.getLogger("nanovllm")
@@ -45,8 +48,9 @@ class ExpertShape:
 
     layers: tuple[int, ...]  # numbers of the sparse layers in the model
     num_experts: int  # in one layer
-    layouts: tuple[ExpertLayout, ...]  # of the sparse layers
+    layouts: tuple[ExpertLayout, ...]  # of the sparse layers; of this rank's share of an expert
     dtype: torch.dtype
+    shards: tuple[dict[str, Shard], ...] = ()  # by layer: part -> which piece of the checkpoint's tensor that share is
 
     @classmethod
     def dense(
@@ -67,6 +71,11 @@ class ExpertShape:
         """Of one expert, by layer."""
         return tuple(layout.numel * self.dtype.itemsize for layout in self.layouts)
 
+    def shard(self, layer: int, part: str) -> Shard | None:
+        """None: the part is whole."""
+        found = self.shards[layer].get(part) if self.shards else None
+        return None if found is None or found.length == found.total else found
+
     def views(self, block: torch.Tensor, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """gate_up [..., 2I, K] and down [..., rows, columns] of blocks [..., at least as many numbers as there are]."""
         layout, lead = self.layouts[layer], block.shape[:-1]
@@ -81,11 +90,31 @@ class _Chunk:
     sent: Mark | None = None
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One of an expert's tensors on disk: its place in a file or, where that is another layout, its name."""
+
+    source: Location | str
+    columns: int  # numbers in a row of this rank's share
+    shard: Shard | None  # which piece of the tensor that is; None: all
+
+    def spans(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where `count` numbers from `start` of the share lie in the whole: (first, how many), in order."""
+        if self.shard is None or self.shard.dim == 0:
+            yield start + (0 if self.shard is None else self.shard.start * self.columns), count
+            return
+        while count:
+            row, column = divmod(start, self.columns)
+            size = min(self.columns - column, count)
+            yield row * self.shard.total + self.shard.start + column, size
+            start, count = start + size, count - size
+
+
 @dataclass
 class _File:
-    """An expert on disk: its three tensors, each by its place in a file or, where that is another layout, by name."""
+    """An expert on disk."""
 
-    parts: dict[str, Location | str] = field(default_factory=dict)
+    parts: dict[str, _Part] = field(default_factory=dict)
 
 
 class ExpertStore:
@@ -164,13 +193,21 @@ class ExpertStore:
         layout, block = self.shape.layouts[layer], self._blocks.get((layer, expert))
         if block is not None:
             gate_up, down = self.shape.views(block.tensor, layer)
-            return [*gate_up.split(layout.intermediate), down]
-        return [OnDisk(size, partial(self._remember, (layer, expert), part)) for part, size in layout.parts.items()]
+            targets = zip(layout.parts, (*gate_up.split(layout.intermediate), down))
+            return [as_place(target, self.shape.shard(layer, part)) for part, target in targets]
+        places: list[Place] = []
+        for part, size in layout.parts.items():
+            shard, whole = self.shape.shard(layer, part), list(size)
+            if shard is not None:
+                whole[shard.dim] = shard.total
+            places.append(OnDisk(tuple(whole), partial(self._remember, (layer, expert), part)))
+        return places
 
     def _remember(self, key: tuple[int, int], part: str, name: str) -> None:
         assert self._checkpoint is not None
         location = self._checkpoint.location(name)
-        self._files[key].parts[part] = name if location is None else location
+        columns, shard = self.shape.layouts[key[0]].parts[part][1], self.shape.shard(key[0], part)
+        self._files[key].parts[part] = _Part(name if location is None else location, columns, shard)
         if location is None:
             return
         if location.path not in self._open:  # now: another file of that name may have other numbers later
@@ -225,15 +262,22 @@ class ExpertStore:
                 self._read_part(file.parts[part], first - begin, buffer[first - start : last - start])
             begin = end
 
-    def _read_part(self, location: Location | str, start: int, buffer: torch.Tensor) -> None:
+    def _read_part(self, part: _Part, start: int, buffer: torch.Tensor) -> None:
+        location = part.source
         if isinstance(location, str):
-            buffer.copy_(self._in_our_layout(location)[start : start + len(buffer)])
+            buffer.copy_(self._in_our_layout(location, part.shard)[start : start + len(buffer)])
             return
         raw = buffer
         if location.dtype != buffer.dtype:
             raw = self._raw[: len(buffer) * location.dtype.itemsize].view(location.dtype)
-        view = memoryview(raw.view(torch.uint8).numpy())
-        offset = location.offset + start * location.dtype.itemsize
+        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize
+        for first, count in part.spans(start, len(buffer)):
+            self._pread(location, location.offset + first * size, view[: count * size])
+            view = view[count * size :]
+        if raw is not buffer:
+            buffer.copy_(raw)
+
+    def _pread(self, location: Location, offset: int, view: memoryview) -> None:
         try:
             while view:
                 count = os.preadv(self._open[location.path], [view], offset)
@@ -245,15 +289,17 @@ class ExpertStore:
                 view, offset = view[count:], offset + count
         except OSError as error:
             raise ModelError(f"{location.path}: an expert cannot be read ({error.strerror})") from error
-        if raw is not buffer:
-            buffer.copy_(raw)
 
-    def _in_our_layout(self, name: str) -> torch.Tensor:
-        """All numbers of a tensor in our layout. Chunks of it follow each other, so the last one is kept."""
+    def _in_our_layout(self, name: str, shard: Shard | None) -> torch.Tensor:
+        """All our numbers of a tensor in our layout. Chunks of it follow each other, so the last one is kept."""
         assert self._checkpoint is not None
         if self._turned is None or self._turned[0] != name:
             self._turned = None  # before the next is allocated
-            self._turned = name, self._checkpoint.read(name).flatten()
+            if shard is None:
+                found = self._checkpoint.read(name)
+            else:
+                found = self._checkpoint.read_piece(name, shard.dim, shard.start, shard.length)
+            self._turned = name, found.flatten()
         return self._turned[1]
 
     def close(self) -> None:

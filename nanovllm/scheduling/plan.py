@@ -8,7 +8,7 @@ sequence that runs, so an entry says only what is new: a decode entry is a handf
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -26,8 +26,7 @@ class Arrival:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
+class PlanEntry(NamedTuple):  # made 256 times a step: a tuple takes a third of the time of a frozen dataclass
     """Feed tokens [start, start + num_new) of one sequence. There are no phases: num_new == 1 is a decode."""
 
     seq_id: int

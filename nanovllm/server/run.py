@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.async_engine import AsyncLLMEngine
@@ -56,9 +57,12 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 def make_server(service: Service) -> Server:
-    options = service.options
+    return server_for(make_app(service), service.options)
+
+
+def server_for(app: ASGIApp, options: ServerOptions) -> Server:
     config = uvicorn.Config(
-        make_app(service),
+        app,
         http="h11",  # the one that bounds headers
         h11_max_incomplete_event_size=options.max_header_kb * 1024,
         ws="none",

@@ -9,13 +9,24 @@ A low-rank expert (weights/svd_folder.py) is to the kernels an expert of other s
 What all experts of a layer share is small and stays on the device: u13 = [U1 | U3]^T [2K, H] and u2, as [r2, I] = U2^T
 ("input") or [H, r2] = U2 ("output").
 
+Several ranks of a tensor-parallel engine (another meaning of the word) cut an expert by I, gate and up by rows. Each
+then has I / n of the numbers a = silu(gate) * up, and what follows is linear in them, so it may be computed from a part
+of them and added up over the ranks at the end, once a layer:
+
+    dense       y  = sum_n down[:, In] a[In]             down is cut by columns
+    "output"    y  = U2 (sum_n V2[:, In] a[In])          V2 is cut by columns; r2 numbers a token are added up, then U2
+    "input"     y  = sum_n V2 (U2^T[:, In] a[In])        U2 is cut by columns; V2 [H, r2] is whole on every rank
+
+The last is the price of adding once: cutting V2 too would need U2^T a whole before it, a sum over the ranks for every
+pair (token, expert) and not for every token. z = x [U1 | U3] is computed by all: to cut it would need a sum of its own.
+
 Ranks are rounded up to RANK_STEP with zeros, and K is the larger of two ranks: rows of 16-bit numbers then begin at
 whole 16 bytes, which is what a GPU loads at once, and layers of similar ranks share compiled kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -50,11 +61,27 @@ class ExpertLayout:
         return {GATE: gate, UP: gate, DOWN: down.get(self.side, (self.rank2, self.intermediate))}
 
     @cached_property
+    def cut_dims(self) -> dict[str, int]:
+        """Along which dimension ranks cut what has the intermediate size in it; the rest is whole on each."""
+        after = {"": {DOWN: 1}, "output": {DOWN: 1}, "input": {"u2": 1}}[self.side]
+        return {GATE: 0, UP: 0, **after}
+
+    def share(self, num_ranks: int) -> ExpertLayout:
+        """Of one rank's part of an expert."""
+        assert self.intermediate % num_ranks == 0
+        return replace(self, intermediate=self.intermediate // num_ranks)
+
+    @cached_property
     def shared(self) -> dict[str, tuple[int, int]]:
         if not self.is_low_rank:
             return {}
         u2 = (self.rank2, self.intermediate) if self.side == "input" else (self.hidden, self.rank2)
         return {"u13": (2 * self.columns, self.hidden), "u2": u2}
+
+    @property
+    def in_size(self) -> int:
+        """Numbers of a token that its experts read."""
+        return 2 * self.columns if self.is_low_rank else self.hidden
 
     @property
     def out_size(self) -> int:

@@ -50,7 +50,14 @@ class Piece:
         return tuple(shape)
 
 
-Place = torch.Tensor | OnDisk | Piece
+@dataclass(frozen=True)
+class Elsewhere:
+    """A tensor of another rank: that the checkpoint has it in this shape is proved, it is not read."""
+
+    shape: tuple[int, ...]
+
+
+Place = torch.Tensor | OnDisk | Piece | Elsewhere
 Places = Mapping[str, Mapping[str, Place]]  # parameter -> part -> where it goes; '' is the part of what is not stacked
 
 
@@ -61,6 +68,8 @@ def load_dummy(model: nn.Module, seed: int, places: Places | None = None) -> Non
     generator = torch.Generator(device)
     for target, parts in _all_places(model, places).items():
         for part, place in parts.items():
+            if isinstance(place, Elsewhere):
+                continue
             if isinstance(place, OnDisk):
                 raise ModelError(f"load_format='dummy': {target}[{part}] is to stay on disk, but dummy weights have no "
                                  "files; raise expert_host_gb")  # fmt: skip
@@ -86,7 +95,7 @@ def load_weights(
             place.remember(name)
         elif isinstance(place, Piece):
             place.target.copy_(checkpoint.read_piece(name, place.shard.dim, place.shard.start, place.shard.length))
-        else:
+        elif isinstance(place, torch.Tensor):
             place.copy_(checkpoint.read(name))
 
 
@@ -97,18 +106,20 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, .
 
 def _all_places(model: nn.Module, places: Places | None) -> dict[str, Mapping[str, Place]]:
     """The model's own parameters, cut into the parts their layers say (`Linear.parts`), and the given places."""
-    found: dict[str, Mapping[str, Place]] = {}
+    found: dict[str, dict[str, Place]] = {}
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         rows: dict[str, int] = getattr(owner, "parts", {"": len(parameter)})
         shards: dict[str, Shard] = getattr(owner, "shards", {})
         pieces = dict(zip(rows, parameter.data.split(list(rows.values()))))
-        found[name] = {part: _piece(piece, shards.get(part)) for part, piece in pieces.items()}
+        absent: dict[str, tuple[int, ...]] = getattr(owner, "elsewhere", {})
+        found[name] = {part: as_place(piece, shards.get(part)) for part, piece in pieces.items()}
+        found[name].update((part, Elsewhere(shape)) for part, shape in absent.items())
     assert not found.keys() & (places or {}).keys()
     return {**found, **(places or {})}
 
 
-def _piece(target: torch.Tensor, shard: Shard | None) -> Place:
+def as_place(target: torch.Tensor, shard: Shard | None) -> Place:
     """A place for the shard of a tensor. A bias has no columns to split; padding (of a vocabulary) is zero."""
     if shard is None or shard.dim >= target.dim() or shard.length == shard.total == target.shape[shard.dim]:
         return target

@@ -15,12 +15,14 @@ any more is refused. Reading is by `pread`: a file that shrinks is an error, not
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.errors import ModelError
+from nanovllm.hardware.parallel import Shard
 from nanovllm.model_config import ModelConfig
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_layout import ExpertLayout, layouts_of
@@ -104,52 +106,77 @@ class SvdCheckpoint:
         return None if name in self._shapes else self._teacher.location(name)
 
     def read(self, name: str) -> torch.Tensor:
+        return self._read(name, None) if name in self._shapes else self._teacher.read(name)
+
+    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """A rank's share: what has the intermediate size in it is cut there (weights/expert_layout.py)."""
         if name not in self._shapes:
-            return self._teacher.read(name)
+            return self._teacher.read_piece(name, dim, start, length)
+        return self._read(name, Shard(dim, start, length, self._shapes[name][dim]))
+
+    def _read(self, name: str, cut: Shard | None) -> torch.Tensor:
         layer, *rest = name.removeprefix("svd.").split(".")
-        shape, number = self._shapes[name], int(layer)
+        shape, number = list(self._shapes[name]), int(layer)
+        if cut is not None:
+            assert cut.total == self.metadata.intermediate_size, "ranks cut along nothing else"
+            shape[cut.dim] = cut.length
         if rest[0] == "u13":
             found = self._u(number, rest[1]).T
         elif rest[0] == "u2":
-            found = self._u(number, "w2")
+            found = self._u(number, "w2", cut=cut)
             found = found.T if self._layouts[number].side == "input" else found
         else:
-            found = self._expert(number, int(rest[0]), MATRIX_OF[rest[1]])
-        return _pad(found, shape)
+            found = self._expert(number, int(rest[0]), MATRIX_OF[rest[1]], cut)
+        return _pad(found, (shape[0], shape[1]))
 
-    def _u(self, layer: int, matrix: str, expert: int | None = None) -> torch.Tensor:
+    def _u(self, layer: int, matrix: str, expert: int | None = None, cut: Shard | None = None) -> torch.Tensor:
+        """`cut`: which part of the intermediate size; in U that is only a dimension of w2's, input side: its rows."""
         shape = self.metadata.u_shape(layer, matrix)
         location = self._u_locations.get(u_key(layer, matrix, expert))
-        return self._pread(location, shape, self.folder / U_FILE)
+        return self._pread(location, shape, self.folder / U_FILE, cut and replace(cut, dim=0))
 
-    def _expert(self, layer: int, expert: int, matrix: str) -> torch.Tensor:
+    def _expert(self, layer: int, expert: int, matrix: str, cut: Shard | None) -> torch.Tensor:
         """[outputs, inputs] as the kernels read it, not padded yet."""
         path = v_file(self.folder, layer, expert)
         shape = self.metadata.v_shape(layer, matrix)
-        v = self._pread(read_locations(path).get(v_key(matrix)), shape, path)
+        inputs_cut = matrix == "w2" and self.metadata.w2_modes[layer] == "input"  # then U has the intermediate size
+        v_cut = None if inputs_cut or cut is None else replace(cut, dim=1)
+        v = self._pread(read_locations(path).get(v_key(matrix)), shape, path, v_cut)
         outputs_first = matrix == "w2" and self.metadata.w2_modes[layer] == "output"
         if self.metadata.mode == "private":
-            both = self._u(layer, matrix, expert).float() @ v.float()
+            both = self._u(layer, matrix, expert, cut if inputs_cut else None).float() @ v.float()
             return both if outputs_first else both.T
         return v if outputs_first else v.T
 
-    def _pread(self, location: Location | None, shape: tuple[int, int], path: Path) -> torch.Tensor:
+    def _pread(
+        self, location: Location | None, shape: tuple[int, int], path: Path, cut: Shard | None
+    ) -> torch.Tensor:
         if location is None or location.num_bytes != shape[0] * shape[1] * location.dtype.itemsize:
             raise ModelError(f"{path}: a tensor of shape {shape} is not there as plain numbers; {REMAKE}")
-        raw = torch.empty(shape, dtype=location.dtype)
+        size, (rows, columns) = location.dtype.itemsize, shape
+        spans = [(0, rows * columns)]  # (first number, how many)
+        if cut is not None and cut.dim == 0:
+            spans, rows = [(cut.start * columns, cut.length * columns)], cut.length
+        elif cut is not None:
+            spans, columns = [(row * columns + cut.start, cut.length) for row in range(rows)], cut.length
+        raw = torch.empty(rows, columns, dtype=location.dtype)
         view = memoryview(raw.flatten().view(torch.uint8).numpy())
-        offset = location.offset
         try:
             with path.open("rb", buffering=0) as file:
                 self._check_same(path, os.fstat(file.fileno()))
-                while view:
-                    count = os.preadv(file.fileno(), [view], offset)
-                    if count == 0:
-                        self._check_same(path, None)
-                    view, offset = view[count:], offset + count
+                for first, count in spans:
+                    self._fill(path, file.fileno(), location.offset + first * size, view[: count * size])
+                    view = view[count * size :]
         except OSError as error:
             raise ModelError(f"{path}: an expert cannot be read ({error.strerror})") from error
         return raw
+
+    def _fill(self, path: Path, file: int, offset: int, view: memoryview) -> None:
+        while view:
+            count = os.preadv(file, [view], offset)
+            if count == 0:
+                self._check_same(path, None)
+            view, offset = view[count:], offset + count
 
     def _check_same(self, path: Path, found: os.stat_result | None) -> None:
         if found is None or _stamp(found) != self._stamps[path]:

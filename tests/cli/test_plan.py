@@ -260,6 +260,134 @@ def test_the_table_of_the_docs_is_this_plan() -> None:
             assert text == " to ".join(f"{speed.tokens_per_second:.2f}" for speed in plan.speeds(batch))
 
 
+# ---- several GPUs --------------------------------------------------------------------------------------------------
+
+LARGE = ("--gpu-memory-gb", "139", "--host-memory-gb", "512")
+
+
+def test_two_hosts(run: Run) -> None:
+    args = ("--model", MODELS / "qwen3-8b", *LARGE, "--tensor-parallel-size", 8, "--hosts", 2)
+    result = run("plan", *args)
+    assert result.code == 0
+    for text in ("8 GPUs on 2 hosts; bytes below are those of each GPU", "host 128.00 GiB", "a step, computed",
+                 "nothing was measured on several GPUs", "4,330 GB/s (measured on an H200)",
+                 "NVLink 4, 360 GB/s and 2 us (assumed)", "100 Gb/s Ethernet, 11 GB/s and 25 us (assumed)",
+                 "MB all-reduced a layer", "MB a host sends", "over one such GPU."):  # fmt: skip
+        assert text in result.out, result.out
+    rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("│")[1:-1]]
+            for line in result.out.splitlines() if "│" in line)}  # fmt: skip
+    assert rows["dense weights"][2] == "1.91"
+    record = plan_json(run, *args)
+    works = record["scaling"]["works"]
+    assert list(works) == ["1 sequence", "64 sequences", "16 prompts"]
+    assert rows["64 sequences"][4] == f"{2 * 64 * 4096 * 2 / 1e6:.3g}" == "1.05"
+    assert rows["64 sequences"][1] == f"{works['64 sequences']['speedup']:.2f}"
+    assert record["settings"]["tensor_parallel_size"] == 8
+    assert record["settings"]["distributed_executor_backend"] == "ray"
+    EngineConfig.from_options(**record["settings"])
+    one = plan_json(run, "--model", MODELS / "qwen3-8b", *LARGE)
+    assert "scaling" not in one
+    assert record["tiers"]["dense_bytes"] < one["tiers"]["dense_bytes"] / 7.9
+    assert record["kv_bytes_per_token"] == one["kv_bytes_per_token"] / 8
+
+
+def test_links_that_are_given(run: Run) -> None:
+    args = ("--model", MODELS / "qwen3-8b", *LARGE, "--tensor-parallel-size", 4, "--hosts", 2)
+    given = ("--link-gbs", 100, "--link-us", 3, "--network-gbs", 50, "--gpu-tflops", 500, "--gpu-read-gbs", 3000)
+    record = plan_json(run, *args, *given)
+    machine = record["scaling"]["machine"]
+    assert machine["link"] == pytest.approx({"bytes_per_second": 100e9, "latency": 3e-6})
+    assert machine["network"] == pytest.approx({"bytes_per_second": 50e9, "latency": 25e-6})
+    assert (machine["read"], machine["flops"]) == (3e12, 500e12)
+    assert record["scaling"]["assumptions"] == [
+        "a GPU reads 3,000 GB/s (given) and computes 500 TFLOP/s (given)",
+        "between GPUs of a host 100 GB/s and 3 us (given)",
+        "between hosts 100 Gb/s Ethernet, 50 GB/s and 25 us (given in part)",
+    ]
+    slow = plan_json(run, *args, "--link", "pcie", "--network", "infiniband")["scaling"]["machine"]
+    assert (slow["link"]["bytes_per_second"], slow["network"]["bytes_per_second"]) == (40e9, 45e9)
+    small = plan_json(run, "--model", MODELS / "qwen3-0.6b", "--gpu-memory-gb", 24, "--tensor-parallel-size", 2)
+    assert "a GPU reads 725 GB/s (assumed) and computes 120 TFLOP/s (assumed)" in small["scaling"]["assumptions"]
+    assert len(small["scaling"]["assumptions"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "words"),
+    [
+        ("qwen3-8b", ["--tensor-parallel-size", 3], "num_attention_heads=32 does not divide; possible: [1, 2, 4, 8"),
+        ("qwen3-8b", ["--tensor-parallel-size", 8, "--hosts", 3], "hosts=3: tensor_parallel_size=8 counts the GPUs"),
+        ("qwen3-8b", ["--hosts", 2], "possible: [1]"),
+        ("qwen3-8b", ["--hosts", 0], "hosts=0"),
+        ("qwen3-8b", ["--tensor-parallel-size", 2, "--expert-parallel-size", 2], "has no experts to spread"),
+        ("mixtral-8x7b", ["--tensor-parallel-size", 4, "--expert-parallel-size", 3], "must divide"),
+        ("mixtral-8x7b", ["--tensor-parallel-size", 16, "--expert-parallel-size", 16], "8 experts in a layer"),
+        ("qwen3-8b", ["--link", "string"], "link='string': must be one of nvlink, pcie"),
+        ("qwen3-8b", ["--network", "pigeon"], "network='pigeon': must be one of ethernet, infiniband"),
+        ("qwen3-8b", ["--link-gbs", 0], "link_gbs=0"),
+        ("qwen3-8b", ["--network-us", "nan"], "network_us=nan"),
+        ("qwen3-8b", ["--gpu-tflops", -1], "gpu_tflops=-1"),
+    ],
+)
+def test_wrong_numbers_of_gpus_are_errors(run: Run, model: str, args: list[Any], words: str) -> None:
+    result = run("plan", "--model", MODELS / model, *LARGE, *args)
+    assert result.code == 2
+    assert words in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_too_large_for_one_gpu(run: Run) -> None:
+    args = ("--model", MODELS / "llama-3-70b", *LARGE)
+    result = run("plan", *args)
+    assert result.code == 1
+    assert "cannot run: 6.95 GiB of GPU memory are missing" in result.out
+    assert "2 such GPUs hold it: --tensor-parallel-size 2" in result.out
+    assert plan_json(run, *args)["fewest_gpus"] == 2
+    two = run("plan", *args, "--tensor-parallel-size", 2)
+    assert two.code == 0
+    assert "over one such GPU, if the model fitted in it (it does not)" in two.out
+    small = run("plan", "--model", MODELS / "llama-3-70b", "--gpu-memory-gb", 24, "--tensor-parallel-size", 2)
+    assert small.code == 1
+    assert "8 such GPUs hold it" in small.out
+    tiny = plan_json(run, "--model", MODELS / "llama-3-70b", "--gpu-memory-gb", 4)
+    assert (tiny["runs"], tiny["fewest_gpus"]) == (False, None)
+
+
+def test_experts_on_several_gpus(run: Run) -> None:
+    args = ("--model", MIXTRAL, *LARGE, "--tensor-parallel-size", 8)
+    spread = plan_json(run, *args, "--expert-parallel-size", 8)
+    cut = plan_json(run, *args)
+    assert spread["tiers"]["resident_bytes"] == cut["tiers"]["resident_bytes"] == 256 * 352_321_536 // 8
+    assert (spread["tiers"]["resident_experts"], cut["tiers"]["resident_experts"]) == (32, 256)
+    assert spread["settings"]["expert_parallel_size"] == 8
+    assert spread["scaling"]["works"]["1 sequence"]["exchanged_bytes"] > 0
+    assert cut["scaling"]["works"]["1 sequence"]["exchanged_bytes"] == 0
+    assert "of it all-to-all" in run("plan", *args, "--expert-parallel-size", 8).out
+    assert "of it all-to-all" not in run("plan", *args).out
+    small = ("--model", MIXTRAL, *CARD, "--tensor-parallel-size", 4)
+    offloaded = run("plan", *small)  # each rank offloads its part of every expert
+    assert "what goes where: offload" in offloaded.out
+    assert "What the GPUs say to each other comes on top" in offloaded.out
+    assert "a step, computed" not in offloaded.out
+    refused = run("plan", *small, "--expert-parallel-size", 4)
+    assert refused.code == 1  # spread experts stay on the GPUs
+    assert "are missing" in refused.out
+
+
+def test_a_table_says_what_does_not_divide_and_what_does_not_fit(run: Run, tmp_path: Path) -> None:
+    config = json.loads((MODELS / "qwen3-0.6b/config.json").read_text())
+    odd = {**config, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    divides = [line.split(" | ")[2] for line in run("plan", "--model", tmp_path, *LARGE, "--table").out.splitlines()]
+    assert [cell == "does not divide" for cell in divides[2:6]] == [False, False, True, True]
+    result = run("plan", "--model", MODELS / "llama-3-70b", "--gpu-memory-gb", 24, "--table")
+    assert result.code == 0
+    lines = [line.strip("| ").split(" | ") for line in result.out.splitlines()]
+    assert len({len(line) for line in lines}) == 1
+    fits = {int(line[0]): line[3] for line in lines[2:] if line[1] == "1"}
+    assert fits[1] == fits[2] == fits[4] == "does not fit"
+    assert fits[8][0].isdigit()
+
+
 # ---- the example ---------------------------------------------------------------------------------------------------
 
 

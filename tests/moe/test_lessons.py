@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm import LLM, ConfigError, ModelError, SamplingParams
+from nanovllm import LLM, ModelError, SamplingParams
 from nanovllm.hardware.device import Device
 from nanovllm.moe import store as store_module
 from nanovllm.moe.offload import Offload
@@ -159,16 +159,7 @@ def test_eviction_moves_nothing_and_the_host_waits_once_a_layer(tier: str, monke
     assert (file.stat().st_mtime_ns, file.stat().st_size) == file_before
 
 
-# ---- lesson 34 -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"expert_placement": "offload"}, {"expert_cache_gb": 0.01}], ids=str)
-@pytest.mark.parametrize("size", [2, 8])
-def test_offloading_on_several_ranks_is_refused_and_not_another_model(options: dict[str, Any], size: int) -> None:
-    """Lesson 34: tensor_parallel_size > 1 with Mixtral silently built another architecture. Resident experts on several
-    ranks give the tokens of one: tests/parallel/test_multiprocess.py."""
-    with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}: offloaded experts run on one rank; use 1"):
-        LLM(str(TRAINED), device="cpu", tensor_parallel_size=size, **options)
+# ---- lesson 34; its other half, Mixtral on several ranks, is tests/parallel/test_experts.py --------------------------
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.hardware.parallel import Parallel, Shard, open_store
+from nanovllm.hardware.parallel import Parallel, Shard
+from tests.parallel.group import RankGroup
 from tests.parallel.rank import build, logits_of
 from tests.tiny_models import TinyModel
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).with_name("rank.py")
-
-
-def run_ranks(model: Path, size: int) -> list[dict]:
-    store = open_store(0, size, is_master=True, timeout=60)  # port 0: any free one
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(model), str(rank), str(size), str(store.port)],
-            stdout=subprocess.PIPE, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        found = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size
-    return [json.loads(line) for line in found]
 
 
 @pytest.mark.parametrize(
@@ -43,11 +19,13 @@ def run_ranks(model: Path, size: int) -> list[dict]:
     [("llama-mqa-bias", 4), ("llama-sharded", 2), ("qwen2", 2), ("qwen3-bias-tied", 2), ("mixtral", 2),
      ("qwen3-moe-renormalised", 4)],
 )  # fmt: skip
-def test_logits_of_several_ranks_are_those_of_one(tiny: Callable[[str], TinyModel], name: str, size: int) -> None:
+def test_logits_of_several_ranks_are_those_of_one(
+    tiny: Callable[[str], TinyModel], ranks: Callable[[int], RankGroup], name: str, size: int
+) -> None:
     path = tiny(name).path
     model, num_whole = build(path, Parallel())
     alone = logits_of(model)
-    found = run_ranks(path, size)
+    found = ranks(size).do(do="logits", path=str(path))
     for rank in found:
         several = torch.tensor(rank["logits"])
         assert several.shape == alone.shape
@@ -70,6 +48,21 @@ def test_kv_heads_are_replicated_when_there_are_fewer_than_ranks() -> None:
     assert [Parallel(rank, 2).share_kv_heads(4) for rank in range(2)] == [(2, 0), (2, 2)]
     with pytest.raises(ConfigError, match="num_key_value_heads=3"):
         Parallel(0, 4).share_kv_heads(3)
+
+
+def test_experts_are_cut_by_all_ranks_or_spread_over_groups_of_them() -> None:
+    """Ranks of a group are neighbours; each has the same share of all of the group's experts."""
+    assert [Parallel(rank, 4).experts_here(8) for rank in range(4)] == [range(8)] * 4
+    assert Parallel(3, 4).shard_expert(40) == Shard(0, 30, 10, 40)
+    spread = [Parallel(rank, 4, expert_size=2) for rank in range(4)]
+    assert [ranks.experts_here(8) for ranks in spread] == [range(4), range(4), range(4, 8), range(4, 8)]
+    assert [ranks.shard_expert(40) for ranks in spread] == [Shard(0, 0, 20, 40), Shard(0, 20, 20, 40)] * 2
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4: intermediate size of an expert=42 .*\[1, 2, 3, 6"):
+        Parallel(0, 4).shard_expert(42)
+    with pytest.raises(ConfigError, match=r"expert_parallel_size=2 of 8 ranks cuts each expert in 4: .*42 .*\[4, 8\]"):
+        Parallel(0, 8, expert_size=2).shard_expert(42)
+    with pytest.raises(ConfigError, match=r"expert_parallel_size=4: 6 experts .*tensor_parallel_size=4 .*\[1, 2\]"):
+        Parallel(0, 4, expert_size=4).experts_here(6)
 
 
 def test_odd_vocabularies_are_padded() -> None:

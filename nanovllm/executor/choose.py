@@ -1,0 +1,49 @@
+"""Which executor an engine gets, and on which device its rank computes (contract.py says what they are).
+
+Unless one is asked for: one rank is local; several are processes of this machine, or, in a script that torchrun
+started with as many ranks, those that it started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.executor.contract import Executor
+from nanovllm.executor.local import LocalExecutor
+from nanovllm.executor.multiprocess import MultiprocessExecutor
+from nanovllm.executor.torchrun import Place, TorchrunExecutor
+from nanovllm.hardware.device import Device
+
+MakeExecutor = Callable[..., Executor]  # (config, model_config, checkpoint, device, limits)
+
+
+def choose_executor(config: EngineConfig) -> tuple[MakeExecutor, Device]:
+    name, size = config.distributed_executor_backend, config.tensor_parallel_size
+    if name is None:
+        started = Place.of(os.environ)
+        name = "local" if size == 1 else "torchrun" if started and started.size == size else "multiprocess"
+    if name == "local":
+        if size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend='local' is one rank, tensor_parallel_size={size}: use 'mp', 'ray' or "
+                f"'torchrun', or leave it out"
+            )
+        return LocalExecutor, Device.choose(config.device)
+    if name == "ray":
+        from nanovllm.executor.ray_cluster import RayExecutor
+
+        return RayExecutor, Device.choose(config.device)
+    if name == "torchrun":
+        place = Place.of(os.environ)
+        if place is None or place.size != size:
+            was = "nobody" if place is None else f"torchrun with {place.size} ranks"
+            raise ConfigError(
+                f"distributed_executor_backend='torchrun', tensor_parallel_size={size}: this process was started by "
+                f"{was}; run `torchrun --nproc-per-node {size} script.py` or the like"
+            )
+        return TorchrunExecutor, Device.of_rank(config.device, place.local_rank)
+    device = Device.of_rank(config.device, 0) if size > 1 else Device.choose(config.device)
+    return MultiprocessExecutor, device

@@ -1,0 +1,48 @@
+"""Executor: what computes the plans of an engine. One contract, four ways (choose.py):
+
+    local         the model in this process; one rank, no process group, no port
+    multiprocess  one process per rank on this machine; rank 0 is the caller's own
+    ray           one actor per rank, on the machines of a Ray cluster; the caller's process computes nothing
+    torchrun      every rank runs the caller's whole script, started by torchrun on one or more machines
+
+The engine launches plans in order and asks for their results in the same order; `overlap` says how many may be launched
+before the first result is asked for. Tensors pass between the ranks (NCCL, gloo); plans go to them as bytes (wire.py).
+
+Faults. One rank (but for ray): a step that raises fails alone. Several: ranks that are a step apart never meet again,
+so a step in which any rank fails is the end of the engine. `launch` and `result` then raise EngineDeadError that names
+the rank and the cause, within `worker_timeout` and a moment, and go on raising it; so every request that waits is told.
+After `close` nothing is left: no process, no port, no memory; a new engine can be made at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from nanovllm.executor.kv_cache import CacheLayout
+from nanovllm.executor.model_runner import InFlight
+from nanovllm.hardware.device import Device
+from nanovllm.moe.cache import ExpertStats
+from nanovllm.scheduling.plan import StepPlan
+
+
+class Executor(Protocol):
+    device: Device
+    layout: CacheLayout
+
+    @property
+    def overlap(self) -> int: ...
+
+    @property
+    def decode_steps(self) -> int:
+        """Tokens between two looks of the scheduler, for who does not say."""
+        ...
+
+    def launch(self, plan: StepPlan) -> InFlight: ...
+
+    def expert_stats(self) -> ExpertStats | None: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def close(self) -> None:
+        """Calling it twice is fine."""
+        ...

@@ -1,0 +1,111 @@
+"""Who is to blame when ranks fail: one does, and all others find that they cannot reach it.
+
+Each rank reports what it saw. A rank whose error was raised inside a collective (hardware/parallel.py) only lost touch;
+the one to name raised elsewhere, or died, or says nothing although all others do.
+
+gloo gives up by itself after worker_timeout. A GPU that waits for another inside a kernel does not, and its host waits
+with it: an Alarm, in a thread of its own, ends the kernels then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from nanovllm.hardware import parallel
+
+FAILED, LOST = "failed", "lost"
+STARTUP_SECONDS = 600.0  # to load the weights
+CONNECT_SECONDS = 30.0  # to find each other, once all are there
+GRACE_SECONDS = 2.0  # for the others to say what they saw, after one noticed
+LOOK_SECONDS = 0.02
+ALARM_SECONDS = 0.25  # between two looks of an alarm
+
+T = TypeVar("T")
+
+
+class LostTouchError(Exception):
+    """Another rank did not answer."""
+
+
+@dataclass(frozen=True)
+class Report:
+    rank: int
+    kind: str  # FAILED: this rank is the cause; LOST: it could not reach another
+    text: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Report:
+        frames = traceback.extract_tb(error.__traceback__)
+        lost = isinstance(error, LostTouchError)
+        lost = lost or (bool(frames) and Path(frames[-1].filename) == Path(parallel.__file__))
+        return cls(rank, LOST if lost else FAILED, f"{type(error).__name__}: {error}"[:4000])
+
+
+class Alarm:
+    """Rings when something watched takes too long, or when another rank is known to be dead. Ringing must make what is
+    watched return, or raise; whatever it returns then is not to be used."""
+
+    def __init__(self, seconds: float, is_lost: Callable[[], bool], ring: Callable[[], None]) -> None:
+        self._seconds, self._is_lost, self._ring = seconds, is_lost, ring
+        self._began: float | None = None
+        self._rang = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nanovllm-alarm", daemon=True)
+        self._thread.start()
+
+    def watch(self, function: Callable[[], T]) -> T:
+        self._began = time.monotonic()
+        try:
+            result = function()
+        except Exception as error:
+            if self._rang:
+                raise LostTouchError("another rank did not answer") from error
+            raise
+        finally:
+            self._began = None
+        if self._rang:
+            raise LostTouchError("another rank did not answer")
+        return result
+
+    def _run(self) -> None:
+        while not self._stopped.wait(ALARM_SECONDS):
+            began = self._began
+            if began is not None and (time.monotonic() - began > self._seconds or self._is_lost()):
+                self._rang = True
+                self._ring()
+                return
+
+    def close(self) -> None:
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def collect_reports(
+    look: Callable[[], list[Report]], num_ranks: int, seconds: float = GRACE_SECONDS
+) -> list[Report]:
+    """Look again until the cause is known, everybody has spoken, or the time is up."""
+    deadline = time.monotonic() + seconds
+    while True:
+        reports = look()
+        done = any(report.kind == FAILED for report in reports) or len(reports) >= num_ranks
+        if done or time.monotonic() >= deadline:
+            return reports
+        time.sleep(LOOK_SECONDS)
+
+
+def name_cause(reports: list[Report], num_ranks: int, waited: float) -> str:
+    failed = [f"rank {report.rank}: {report.text}" for report in reports if report.kind == FAILED]
+    if failed:
+        return "; ".join(failed)
+    silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
+    if silent:
+        which = ", ".join(map(str, silent))
+        return f"rank {which}: no answer within {waited:.0f} s (worker_timeout): its process hangs or is gone"
+    return "; ".join(f"rank {report.rank} lost touch with the others: {report.text}" for report in reports)

@@ -1,0 +1,143 @@
+"""SeveralRanks: this process is one rank of several. What the executors of that kind share: a step in which any rank
+fails ends the engine, and the cause is told to every request from then on (contract.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.config import EngineConfig
+from nanovllm.errors import EngineDeadError
+from nanovllm.executor.expert_memory import check_expert_ranks
+from nanovllm.executor.faults import Alarm, Report, collect_reports, name_cause
+from nanovllm.executor.limits import StepLimits
+from nanovllm.executor.local import ALONE, LocalExecutor
+from nanovllm.executor.model_runner import InFlight
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import Parallel, disconnect, give_up, limit_waiting
+from nanovllm.layers.build import Build
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import find_family
+from nanovllm.models.transformer import Parts
+from nanovllm.ops.opset import PLAIN
+from nanovllm.scheduling.plan import StepPlan, StepResult
+
+T = TypeVar("T")
+
+
+def check_sizes(config: EngineConfig, model_config: ModelConfig) -> None:
+    """A model that does not divide by so many ranks is refused before any of them is started."""
+    parallel = Parallel(0, config.tensor_parallel_size, expert_size=config.expert_parallel_size)
+    check_expert_ranks(model_config, parallel)
+    build = Build(torch.float32, torch.device("meta"), PLAIN, parallel)
+    find_family(model_config)(model_config, Parts(build, SdpaBackend(), 2))
+
+
+class SeveralRanks:
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._dead: str | None = None
+        self._parallel = ALONE  # as connect() made it; the model may have a copy
+        self._inner: LocalExecutor | None = None
+        self._alarm: Alarm | None = None
+
+    def _set_alarm(self, device: Device) -> None:
+        """All ranks are ready."""
+        limit_waiting(self._parallel, self._timeout)
+        if device.is_gpu and self._size > 1:
+            self._alarm = Alarm(self._timeout, lambda: bool(self._find_dead()), lambda: give_up(self._parallel))
+
+    # ---- what differs ------------------------------------------------------------------------------------------
+
+    def _tell(self, plan: StepPlan) -> None:
+        """Let the other ranks have the plan, if they do not make it themselves."""
+
+    def _look(self) -> list[Report]:
+        """What the other ranks say went wrong with them, so far. Never waits."""
+        return []
+
+    def _find_dead(self) -> list[Report]:
+        """Before a step: ranks that are known to have failed, where that costs nothing to know."""
+        return []
+
+    def _publish(self, report: Report) -> None:
+        """Let the other ranks know, if they ask this one."""
+
+    def _abandon(self) -> None:
+        """The engine is dead: end what this executor started."""
+
+    # ---- what does not -----------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Device, cache layout, selection, overlap and the like are those of the part of the model that is here."""
+        inner = self.__dict__.get("_inner")
+        if inner is None:
+            raise AttributeError(name)
+        return getattr(inner, name)
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        if self._dead is None and (found := self._find_dead()):
+            self._end(name_cause(found, self._size, self._timeout))
+        if self._dead is not None:
+            raise EngineDeadError(f"{self._dead}; create a new engine")
+        assert self._inner is not None
+        if self._size == 1:
+            return self._inner.launch(plan)  # a step that raises fails alone
+        try:
+            self._tell(plan)
+            flight = self._watch(partial(self._inner.launch, plan))
+        except BaseException as error:
+            raise self._died(error) from error
+        return InFlight(lambda: self._wait(flight))
+
+    def _wait(self, flight: InFlight) -> StepResult:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        try:
+            return self._watch(flight.result)
+        except BaseException as error:
+            raise self._died(error) from error
+
+    def _watch(self, function: Callable[[], T]) -> T:
+        return function() if self._alarm is None else self._alarm.watch(function)
+
+    def _died(self, error: BaseException) -> BaseException:
+        own = Report.of(self._rank, error)
+        if not isinstance(error, Exception):  # Ctrl-C: nobody else is asked, it must be quick
+            self._end(f"rank {self._rank}: {own.text}")
+            return error
+        self._end(self._cause(own))
+        return EngineDeadError(str(self._dead))
+
+    def _cause(self, own: Report) -> str:
+        self._publish(own)
+        return name_cause(collect_reports(lambda: [own, *self._look()], self._size), self._size, self._timeout)
+
+    def _end(self, cause: str) -> None:
+        self._dead = cause
+        self._abandon()
+
+    def close(self) -> None:
+        self._abandon()
+        if self._alarm is not None:
+            self._alarm.close()
+        if self._inner is not None:
+            self._inner.close()
+            disconnect(self._inner.parallel)
+        disconnect(self._parallel)
+
+
+def kill_at_exit(owner: object, processes: list[Any]) -> weakref.finalize[Any, Any]:
+    """Who neither closes an engine nor leaves it to the garbage collector still leaves no process behind."""
+    return weakref.finalize(owner, lambda: [process.kill() for process in processes if process.poll() is None])
+
+
+def options_for(config: EngineConfig, limits: StepLimits) -> dict[str, Any]:
+    """What a rank elsewhere needs to know, as plain values."""
+    return {"config": dataclasses.asdict(config), "limits": list(dataclasses.astuple(limits))}

@@ -1,0 +1,102 @@
+"""Expert parallelism: experts are spread over the ranks, and tokens travel to them and back.
+
+Every rank takes a slice of the step's tokens. There are n ranks, e groups of them (`expert_size`, mostly n) that own a
+layer's experts in order, and k choices a token:
+
+    1. counts       each rank tells each other how many rows it will send. The host reads the answer, as the sizes of
+                    what comes must be known before it can come: a step with spread experts is not captured as a graph
+    2. there        a row per pair (token, expert), sorted by owner: what the expert reads, its number, its weight
+    3. compute      the owner's experts, each over the rows of all ranks at once
+    4. back         the same way; each row lands beside the others of its token
+    5. sum          of a token's rows, in the order of its choices: the same numbers whoever computed them
+    6. gather       of the slices: attention, which is tensor-parallel, wants all tokens on all ranks
+
+With more ranks than groups, an expert is cut over the n / e ranks of its group (weights/expert_layout.py). A row is
+then sent to each of them, and their parts are added in step 5: no second kind of group, no other sum.
+
+What it moves, in numbers a rank sends, T tokens of size H: 2 and 4 together 2 T k H (n - 1) / n^2 (times n / e), 6
+T H (n - 1) / n. Cutting every expert over all ranks instead takes one all-reduce, 2 T H (n - 1) / n: less, until n
+exceeds 2 k. What is gained before that is whole matrices (an expert of Qwen3-30B-A3B cut in eight has 96 columns) and
+fewer experts to read for each rank. After tensor-parallel attention every rank has every token, so step 2 sends what
+its receiver has too; nothing here relies on that, and the ranks need not even have routed alike.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.ops.opset import Ops
+from nanovllm.weights.expert_layout import ExpertLayout
+
+EXTRA = 8  # bytes of a row besides the numbers: the expert's, int32, and its weight, float32
+
+
+class HostedExperts(Protocol):
+    """This rank's experts: see Factors and ResidentExperts."""
+
+    ops: Ops
+    layout: ExpertLayout
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def pairs(self, z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+
+    def leave(self, total: torch.Tensor) -> torch.Tensor: ...
+
+
+class Spread:
+    def __init__(self, num_here: int, parallel: Parallel) -> None:
+        """`num_here`: experts of a layer that each rank has."""
+        self._num_here, self._parallel = num_here, parallel
+
+    def __call__(
+        self, experts: HostedExperts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        ranks, num_tokens = self._parallel, len(x)
+        each = -(-num_tokens // ranks.size)  # the last slices may be shorter, or empty
+        mine = slice(min(ranks.rank * each, num_tokens), min((ranks.rank + 1) * each, num_tokens))
+        out = x.new_zeros(each, x.shape[1])
+        x, ids, weights = x[mine], ids[mine], weights[mine]
+        # Kernels are not asked about no rows at all; but a rank without tokens has experts that others wait for.
+        z = experts.enter(x) if len(x) else x.new_empty(0, experts.layout.in_size)
+        rows = self._visit(experts, z, ids, weights)
+        if len(x):
+            out[: len(x)] = experts.leave(experts.ops.sum_pairs(rows))
+        return ranks.gather_rows(out)[:num_tokens]
+
+    def _visit(
+        self, experts: HostedExperts, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What the experts of this rank's tokens give, weighted: [tokens, top_k * shares, out_size]."""
+        ranks, (num_tokens, top_k), shares = self._parallel, ids.shape, self._parallel.ranks_per_expert
+        first = (ids // self._num_here).view(-1, 1) * shares  # the first rank that has (a share of) the expert
+        owners = (first + torch.arange(shares, device=ids.device)).flatten()  # of each row: [token, choice, share]
+        order = owners.sort(stable=True).indices
+        pairs = order // shares
+        counts = torch.bincount(owners, minlength=ranks.size)
+        sent, received = torch.stack([counts, ranks.exchange_counts(counts)]).tolist()
+        local, share = (ids % self._num_here).flatten()[pairs], weights.flatten()[pairs]
+        came = ranks.exchange_rows(_pack(z[pairs // top_k], local, share), sent, received)
+        found, out_size = z.new_empty(0, experts.layout.out_size), experts.layout.out_size
+        if len(came):
+            theirs, slots, share = _unpack(came, z.dtype)
+            found = experts.pairs(theirs, slots[:, None], share[:, None])[:, 0]
+        back = ranks.exchange_rows(found, received, sent)
+        rows = torch.empty_like(back)
+        rows[order] = back
+        return rows.view(num_tokens, top_k * shares, out_size)
+
+
+def _pack(z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One message instead of three: [rows, bytes]."""
+    parts = (z, slots.int()[:, None], weights.float()[:, None])
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+
+
+def _unpack(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    z = packed[:, :-EXTRA].contiguous().view(dtype)
+    slots, weights = (part.contiguous() for part in packed[:, -EXTRA:].split(EXTRA // 2, 1))
+    return z, slots.view(torch.int32)[:, 0], weights.view(torch.float32)[:, 0]

@@ -1,0 +1,128 @@
+"""PrefixRouter: which replica of an engine gets a request, so that prompts that begin alike meet the same prefix cache.
+
+    router = PrefixRouter()
+    router.set_replicas(["a", "b"])
+    keys = prefix_keys(prompt, salt)
+    best, *others = router.choose(keys)       # others: where to go if `best` has just died
+    router.started(best); ...; router.finished(best)
+
+A prompt is cut into blocks and every block's key hashes all text up to its end, so two prompts share their first n keys
+exactly if they share their first n blocks. The table remembers for a key which replicas were sent such a prompt (each
+has the prefix in its cache, unless it was evicted meanwhile: a wrong guess costs a prefill, nothing else). The longest
+known prefix wins; among the replicas that hold it, the least loaded. It is given up for the least loaded of all when it
+has `spill` requests more than that one: then the other replica holds the prefix too, and from there on they share the
+load. So a system prompt that all requests begin with ends up on all replicas, and only under load.
+
+No torch, no Ray, no clock: the same calls give the same choices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+BLOCK_CHARS = 128  # about 32 tokens of English; half a block of the KV cache on a GPU, whose first ones matter most
+BLOCK_TOKENS = 32
+MAX_BLOCKS = 64  # 8,192 characters: what begins alike for so long is the same conversation
+
+
+def prefix_keys(prompt: str | Sequence[int], salt: str = "") -> tuple[bytes, ...]:
+    """A key for each whole block at the beginning. Prompts of different salts share no cache, hence no key."""
+    if isinstance(prompt, str):
+        data, size = prompt.encode("utf-32-le", "surrogatepass"), 4 * BLOCK_CHARS
+    else:
+        tokens = prompt[: MAX_BLOCKS * BLOCK_TOKENS]
+        data, size = b"".join(token.to_bytes(8, "little", signed=True) for token in tokens), 8 * BLOCK_TOKENS
+    keys = []
+    kind = b"text" if isinstance(prompt, str) else b"ids"
+    key = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=kind).digest()
+    for end in range(size, min(len(data), MAX_BLOCKS * size) + 1, size):
+        key = hashlib.blake2b(data[end - size : end], digest_size=16, key=key).digest()
+        keys.append(key)
+    return tuple(keys)
+
+
+def body_keys(body: bytes) -> tuple[bytes, ...]:
+    """Of a request as it came in. What cannot be read has no keys: the replica that gets it will say what is wrong."""
+    try:
+        fields = json.loads(body)
+        if not isinstance(fields, Mapping):
+            return ()
+        salt = fields.get("cache_salt") or ""
+        return prefix_keys(_beginning(fields), salt if isinstance(salt, str) else "")
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return ()
+
+
+def _beginning(fields: Mapping[str, Any]) -> str | list[int]:
+    """The prompt, or the first of several; of a chat its messages one after another, so that a conversation's next turn
+    begins with all of the last one."""
+    if "messages" in fields:
+        parts = [fields["tools"]] if fields.get("tools") else []  # templates put them first
+        return "".join(json.dumps(part, sort_keys=True) for part in (*parts, *fields["messages"]))
+    prompt = fields.get("prompt") or ""
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    return prompt
+
+
+class PrefixRouter:
+    """A replica is any hashable id. `max_entries` keys are remembered, the least recently used are forgotten."""
+
+    def __init__(self, max_entries: int = 65536, spill: int = 8) -> None:
+        assert max_entries >= 1
+        assert spill >= 0
+        self.max_entries = max_entries
+        self.spill = spill
+        self.loads: dict[Hashable, int] = {}  # requests under way, of the replicas there are
+        self._num_chosen: dict[Hashable, int] = {}
+        self._holders: OrderedDict[bytes, list[Hashable]] = OrderedDict()  # key -> replicas, oldest key first
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def set_replicas(self, replicas: Iterable[Hashable]) -> None:
+        """Those that are gone hold nothing any more; a new one holds nothing yet."""
+        self.loads = {replica: self.loads.get(replica, 0) for replica in replicas}
+        self._num_chosen = {replica: self._num_chosen.get(replica, 0) for replica in self.loads}
+        for key, holders in list(self._holders.items()):
+            kept = [replica for replica in holders if replica in self.loads]
+            if kept:
+                self._holders[key] = kept
+            else:
+                del self._holders[key]
+
+    def choose(self, keys: Sequence[bytes]) -> list[Hashable]:
+        """All replicas, best first; the first one counts as chosen and is remembered for the keys."""
+        if not self.loads:
+            return []
+        # Equally loaded ones take turns, or an idle service would put every new prompt on the same replica.
+        order = sorted(self.loads, key=lambda replica: (self.loads[replica], self._num_chosen[replica]))
+        holders = next((self._holders[key] for key in reversed(keys) if key in self._holders), [])
+        preferred = min(holders, key=lambda replica: self.loads[replica], default=None)
+        if preferred is not None and self.loads[preferred] - self.loads[order[0]] <= self.spill:
+            order.remove(preferred)
+            order.insert(0, preferred)
+        self._num_chosen[order[0]] += 1
+        self._remember(keys, order[0])
+        return order
+
+    def started(self, replica: Hashable) -> None:
+        if replica in self.loads:
+            self.loads[replica] += 1
+
+    def finished(self, replica: Hashable) -> None:
+        if self.loads.get(replica, 0) > 0:  # it may have left and come back between the two calls
+            self.loads[replica] -= 1
+
+    def _remember(self, keys: Sequence[bytes], replica: Hashable) -> None:
+        for key in reversed(keys):  # the first block is the newest: a chain is forgotten from its end
+            holders = self._holders.setdefault(key, [])
+            if replica not in holders:
+                holders.append(replica)
+            self._holders.move_to_end(key)
+        while len(self._holders) > self.max_entries:
+            self._holders.popitem(last=False)

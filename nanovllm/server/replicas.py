@@ -1,0 +1,405 @@
+"""Several engines behind one address: `nanovllm serve --replicas 4`, on Ray Serve.
+
+    with open_replicas(config, options, num_replicas=2) as replicas:      # starts a Ray, or joins that of RAY_ADDRESS
+        app = make_front(replicas, options)                               # an ASGI application, for uvicorn or a test
+
+A replica is a Ray actor with an engine and the whole application of `app.py`; Ray Serve starts it, watches it and
+starts it anew when it dies. This process listens, asks for the key, reads the body, and hands the request to the
+replica that `PrefixRouter` chooses; what the application there sends comes back message by message. So every endpoint,
+field and error is that of a single server, and one place decides who may connect: Ray's own HTTP proxy, dashboard and
+usage reports are off, and a Ray that is started here is on the loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private import ray_constants
+from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.server.errors import INTERNAL, ApiError, timed_out
+from nanovllm.server.guard import ClientGone, Gate, Guard
+from nanovllm.server.metrics import CONTENT_TYPE
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.prefix_router import PrefixRouter, body_keys
+from nanovllm.weights.resolve import resolve_model
+
+logger = logging.getLogger("nanovllm")
+LOOPBACK = "127.0.0.1"
+SMALL_BODY = 2**16  # bytes whose prompt is found at once; that of larger ones in a thread
+BODY_SECONDS = 30.0  # to send a body
+FACT_SECONDS = 5.0  # for /health and the like: a monitor wants an answer, not a place in a queue
+SLACK = 5.0  # seconds that a replica gets to say itself that a request took too long
+SAID_BY_REPLICA = b"x-nanovllm-replica"  # in every answer: where it came from
+SAMPLE = re.compile(r"([\w:]+)(?:\{(.*)\})? (.*)")
+LOST = "the replica that had this request is gone; another one takes the next: try again"
+NONE_LEFT = "no replica is running now; they are being started anew: try again later"
+
+
+class ServeRouter(RequestRouter):
+    """Ray Serve asks here for a replica. It lives in the process that holds the handle: one front, one table."""
+
+    def initialize_state(self, **options: Any) -> None:
+        self.prefixes = PrefixRouter(**options)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self.prefixes.set_replicas(self.curr_replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self.prefixes.set_replicas([known for known in self.prefixes.loads if known != replica_id])
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One rank each, best first: the next is asked only if the one before does not answer."""
+        candidates = {replica.replica_id: replica for replica in candidate_replicas}
+        asked = pending_request.kwargs if pending_request is not None else {}
+        if (number := asked.get("number")) is not None:
+            found = sorted(candidates.values(), key=lambda replica: str(replica.replica_id.unique_id))
+            return [[found[number % len(found)]]] if found else []
+        return [[candidates[chosen]] for chosen in self.prefixes.choose(asked.get("keys", ())) if chosen in candidates]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self.prefixes.started(replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self.prefixes.finished(replica_id)
+
+
+class EngineReplica:
+    """One engine with its application, in an actor. `answer` runs a request through it."""
+
+    def __init__(self, config: EngineConfig, options: ServerOptions) -> None:
+        from nanovllm.engine.async_engine import AsyncLLMEngine
+        from nanovllm.server.app import make_app
+        from nanovllm.server.service import Service
+
+        _keep_to_loopback()
+        self.service = Service(AsyncLLMEngine(config), options)
+        self.app = make_app(self.service)
+        self.name = f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}".encode()
+
+    async def answer(
+        self, scope: Scope, body: bytes, keys: tuple[bytes, ...] = (), number: int | None = None
+    ) -> AsyncIterator[list[Message]]:
+        """What the application sends; several messages at once if they came faster than they were fetched. `keys` and
+        `number` are for the router. That the client has left is known here by the cancellation of this call."""
+        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+
+        async def receive() -> Message:
+            while not parts:
+                await asyncio.sleep(3600)
+            return parts.pop()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (SAID_BY_REPLICA, self.name)]
+            await sent.put(message)
+
+        task = asyncio.ensure_future(self.app(scope, receive, send))
+        task.add_done_callback(lambda _: sent.put_nowait(None))  # an error was answered and logged by the application
+        try:
+            messages: list[Message | None] = []
+            while None not in messages:
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                if found := [message for message in messages if message is not None]:
+                    yield found
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def check_health(self) -> None:
+        """Ray Serve calls this; a replica that fails it is stopped, and another one started."""
+        if self.service.engine.failure is not None:
+            raise RuntimeError(self.service.engine.failure)
+
+    def __del__(self) -> None:  # called by Ray Serve when it stops a replica
+        if hasattr(self, "service"):
+            self.service.close()
+
+
+# ---- the front -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replicas:
+    answer: DeploymentHandle  # EngineReplica.answer, streaming
+    count: int
+    app_name: str
+
+
+def make_front(replicas: Replicas, options: ServerOptions) -> ASGIApp:
+    return Gate(Front(replicas, options), options)
+
+
+class Front:
+    """ASGI: one request of a client to one replica. Behind a Gate, which gives it an id and asks for the key."""
+
+    def __init__(self, replicas: Replicas, options: ServerOptions) -> None:
+        self._replicas = replicas
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        started: dict[bytes, bytes] = {}  # headers of the answer, once they are out
+        is_fact = scope["method"] in ("GET", "HEAD")
+
+        async def noting_send(message: Message) -> None:
+            started.update(message.get("headers", ()) if message["type"] == "http.response.start" else ())
+            await send(message)
+
+        try:
+            body = await self._read(request)
+            async with Guard(receive, FACT_SECONDS if is_fact else self._options.request_timeout + SLACK):
+                if scope["path"] == "/metrics" and is_fact:
+                    await (await self._metrics(scope))(scope, receive, noting_send)
+                else:
+                    await self._forward(scope, body, noting_send)
+        except (ClientGone, ClientDisconnect):
+            logger.info("request %s: the client left", scope["request_id"])
+        except Exception as error:
+            await self._fail(error, started, scope, receive, send)
+
+    async def _read(self, request: Request) -> bytes:
+        async def collect() -> bytes:
+            parts: list[bytes] = []
+            limit = self._options.max_body_bytes
+            async for part in request.stream():
+                parts.append(part)
+                if sum(map(len, parts)) > limit:
+                    raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+            return b"".join(parts)
+
+        try:
+            return await asyncio.wait_for(collect(), BODY_SECONDS)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise timed_out("sending the body", BODY_SECONDS) from None
+
+    async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
+        keys = body_keys(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(body_keys, body)
+        async with aclosing(self._messages(scope, body, keys=keys)) as messages:
+            async for message in messages:
+                if message["type"] == "http.response.start":  # the Gate here names the request too
+                    message["headers"] = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
+                await send(message)
+
+    async def _messages(self, scope: Scope, body: bytes, **routing: Any) -> AsyncIterator[Message]:
+        """Of the replica's application. Leaving early ends the request there."""
+        response = self._replicas.answer.remote(_plain(scope), body, **routing)
+        finished = False
+        try:
+            async for messages in response:
+                for message in messages:
+                    yield message
+            finished = True
+        finally:
+            if not finished:
+                response.cancel()
+
+    async def _metrics(self, scope: Scope) -> Response:
+        """Those of all replicas, each sample with its replica's name."""
+        found: dict[str, str] = {}
+
+        async def ask(number: int) -> None:
+            name, body = "", b""
+            async with aclosing(self._messages(scope, b"", number=number)) as messages:
+                async for message in messages:
+                    name = dict(message.get("headers", ())).get(SAID_BY_REPLICA, name.encode()).decode()
+                    body += message.get("body", b"")
+            found[name] = body.decode()
+
+        await asyncio.gather(*map(ask, range(self._replicas.count)))
+        return Response(merge_metrics(found), headers={"content-type": CONTENT_TYPE})
+
+    async def _fail(
+        self, error: Exception, started: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        problem = _as_problem(error, scope["method"] in ("GET", "HEAD"))
+        if not isinstance(error, ApiError):
+            logger.error("request %s failed in its replica", scope["request_id"], exc_info=error)
+        if not started:
+            await problem.response()(scope, receive, send)
+        elif started.get(b"content-type", b"").startswith(b"text/event-stream"):
+            from nanovllm.server.answers import DONE, event
+
+            data = event(problem.body()) + DONE
+            await send({"type": "http.response.body", "body": data, "more_body": False})
+        else:
+            raise problem  # half an answer: all that is left is to close the connection
+
+
+def _as_problem(error: Exception, is_fact: bool) -> ApiError:
+    if isinstance(error, ApiError):
+        late = error.status == 408 and is_fact
+        return ApiError(503, NONE_LEFT, code="no_replica") if late else error
+    if isinstance(error, (RayError, RayServeException)):
+        return ApiError(503, LOST, code="replica_failed", headers={"Retry-After": "1"})
+    return ApiError(500, INTERNAL, code="internal_error")
+
+
+def _plain(scope: Scope) -> Scope:
+    """What of a scope can travel and matters. The key stays here: the replicas ask for none."""
+    names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
+    kept = {name: scope[name] for name in names if name in scope}
+    headers = [(name, value) for name, value in scope["headers"] if name in (b"content-type", b"host", b"accept")]
+    return {**kept, "headers": [*headers, (b"x-request-id", scope["request_id"].encode())], "client": None}
+
+
+def merge_metrics(texts: dict[str, str]) -> str:
+    """Prometheus wants all samples of a metric together, whoever they are of: {replica: its text} -> one text."""
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for name, text in sorted(texts.items()):
+        family: tuple[list[str], list[str]] = ([], [])
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                family = families.setdefault(line.split(" ", 3)[2], ([], []))
+            if line.startswith("#"):
+                if line not in family[0]:
+                    family[0].append(line)
+            elif line:
+                metric, labels, value = SAMPLE.fullmatch(line).groups()  # type: ignore[union-attr]
+                family[1].append(f'{metric}{{{labels + "," if labels else ""}replica="{name}"}} {value}')
+    return "".join(f"{line}\n" for comments, samples in families.values() for line in (*comments, *samples))
+
+
+# ---- Ray -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: int) -> Iterator[Replicas]:
+    """Waits until all engines are loaded. At the end they are stopped; so is Ray, unless it was there before."""
+    check_replicas(config)
+    # Here, once: a wrong name is one line and not a trace for each replica, and they need not all fetch it at once.
+    path = resolve_model(config.model)
+    if Path(config.model).exists():
+        config = replace(config, model=str(path.absolute()))  # a replica may be started in another folder
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read by the processes that Ray starts
+    name = f"nanovllm-{uuid.uuid4().hex[:8]}"
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    with _ray(os.environ.get("RAY_ADDRESS")):
+        try:
+            serve.start(proxy_location="Disabled", logging_config=quiet)
+            app = _deployment(config, options, num_replicas).bind(config, replace(options, api_key=None))
+            try:
+                handle = serve.run(app, name=name, route_prefix=None, logging_config=quiet)
+            except RuntimeError as error:
+                raise ConfigError(f"the replicas did not start ({error}); their error is in the lines above") from None
+            yield Replicas(handle.options(method_name="answer", stream=True), num_replicas, name)
+        finally:
+            with contextlib.suppress(Exception):  # what is left of a private Ray dies with it
+                serve.delete(name)
+
+
+@contextlib.contextmanager
+def _ray(address: str | None) -> Iterator[None]:
+    """The Ray at this address, or one of our own that nobody outside this machine can reach."""
+    if address:
+        ray.init(address=address, logging_level=logging.WARNING)
+    else:
+        # Whoever reaches a Ray may run code in it. On Linux it listens on all interfaces, and an address given as
+        # loopback is replaced by the machine's outer one, unless this switch (meant for other systems) is off.
+        kept, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+        try:
+            ray.init(
+                address="local", include_dashboard=False, _node_ip_address=LOOPBACK, logging_level=logging.WARNING
+            )
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = kept
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _keep_to_loopback() -> None:
+    """A replica of Ray Serve opens a port on all interfaces on which it unpickles what it is sent. Calls of handles do
+    not use it (they are actor calls), so in this process, before it is opened, it is moved to the loopback."""
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
+
+
+def _deployment(config: EngineConfig, options: ServerOptions, num_replicas: int) -> Any:
+    resources = _resources(config, num_replicas, ray.cluster_resources())
+    return serve.deployment(
+        EngineReplica,
+        num_replicas=num_replicas,
+        ray_actor_options=resources,
+        # Above what a replica admits, so that it is the replica that says 429.
+        max_ongoing_requests=config.max_num_seqs + options.max_waiting + 64,
+        max_constructor_retry_count=1,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=options.drain_timeout,
+        request_router_config=RequestRouterConfig(request_router_class=ServeRouter),
+    )
+
+
+def check_replicas(config: EngineConfig) -> None:
+    """What can be known before Ray is started."""
+    if not hasattr(RequestRouter, "on_request_completed"):
+        raise ConfigError(f"replicas: Ray {ray.__version__} cannot say when a request has ended; take 2.60 or later")
+    where = config.distributed_executor_backend
+    if where in ("ray", "torchrun"):
+        raise ConfigError(
+            f"distributed_executor_backend={where!r}: the ranks of a replica are processes beside it; leave it out, or "
+            f"serve a single engine"
+        )
+
+
+def _resources(config: EngineConfig, num_replicas: int, cluster: dict[str, float]) -> dict[str, float]:
+    """What one replica takes. More than there is would wait for ever, so it is refused."""
+    if config.device != "cpu" and cluster.get("GPU", 0) > 0:
+        each, there = config.tensor_parallel_size, int(cluster["GPU"])
+        if num_replicas * each > there:
+            raise ConfigError(
+                f"replicas={num_replicas}: with tensor_parallel_size={each} they need {num_replicas * each} GPUs, Ray "
+                f"has {there}: ask for at most {there // each}"
+            )
+        return {"num_gpus": each, "num_cpus": 1}
+    return {"num_cpus": min(1.0, int(1000 * cluster.get("CPU", 1) / num_replicas) / 1000)}
+
+
+def serve_replicas(
+    config: EngineConfig, options: ServerOptions, num_replicas: int, say: Callable[[str], None]
+) -> None:
+    """As `run.serve`, with several engines."""
+    from nanovllm.server.run import address_of, listen, server_for
+
+    listener = listen(options)
+    if options.is_open:
+        say(f"warning: anyone who can reach {options.host} can use this server; set --api-key")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with contextlib.closing(listener), open_replicas(config, options, num_replicas) as replicas:
+        say(f"{num_replicas} replicas of {config.model} at {address_of(listener)}/v1 (Ctrl-C ends)")
+        server_for(make_front(replicas, options), options).run(sockets=[listener])
+    say("all requests are answered, the engines are closed")
