@@ -4,7 +4,9 @@
 #
 # What is done is not done again: a stamp in .venv, written after a successful install, holds the hash of
 # pyproject.toml and the Python version. An interrupted install leaves no stamp and is repeated.
-# NANOVLLM_PYTHON names the Python to use; no sudo, nothing outside this folder (and pip's own cache) is touched.
+# NANOVLLM_PYTHON names the Python to use; no sudo, nothing outside this folder (and pip's own cache) is touched, but for
+#
+#   ensure_chromium            for tests/browser: by apt, if we are root already (a container); never a reason to fail
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
@@ -73,4 +75,21 @@ ensure_installed() {
         fail "pip could not install (see above); run this again when the cause is gone"
     wanted_stamp >"$VENV/.installed-$extra.new"
     mv -- "$VENV/.installed-$extra.new" "$VENV/.installed-$extra"
+}
+
+# Tests of the page skip without a browser, and only they. NANOVLLM_APT=no keeps apt out of it.
+ensure_chromium() {
+    local name
+    for name in chromium chromium-browser google-chrome-stable google-chrome; do
+        if command -v -- "$name" >/dev/null 2>&1; then return 0; fi
+    done
+    if [ "$EUID" -eq 0 ] && [ "${NANOVLLM_APT:-yes}" != no ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing chromium with apt, for the tests of the page"
+        local get=(env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=60)
+        # The lists of packages may be missing or old, as in most containers
+        if "${get[@]}" install -y --no-install-recommends chromium >/dev/null 2>&1; then return 0; fi
+        if "${get[@]}" update >/dev/null 2>&1 &&
+            "${get[@]}" install -y --no-install-recommends chromium >/dev/null 2>&1; then return 0; fi
+    fi
+    say "no Chromium (apt install chromium): the tests of the page will be skipped"
 }

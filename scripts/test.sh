@@ -5,6 +5,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 
 ensure_installed test
+ensure_chromium
 cd -- "$ROOT"
 
 summary=""

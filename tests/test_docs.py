@@ -202,7 +202,7 @@ def test_option_tables_are_those_of_the_code(page: str, options: type) -> None:
 @pytest.mark.parametrize("page", OPTIONS)
 def test_defaults_by_device_and_on_the_command_line(page: str) -> None:
     from nanovllm.cli.options import SAMPLING
-    from nanovllm.engine.llm_engine import DEFAULT_BATCHED_TOKENS, DEFAULT_BLOCK_SIZE
+    from nanovllm.engine.defaults import DEFAULT_BATCHED_TOKENS, DEFAULT_BLOCK_SIZE
 
     rows = {row[0].strip("`"): " ".join(row[2:]) for row in table_rows(read(page))}
     by_device = {"max_num_batched_tokens": DEFAULT_BATCHED_TOKENS, "kvcache_block_size": DEFAULT_BLOCK_SIZE}

@@ -1,4 +1,4 @@
-"""The `nanovllm` command: generate, chat, serve, bench, info, plan, compress.
+"""The `nanovllm` command: generate, chat, serve, trace, bench, info, plan, compress.
 
 torch is imported inside commands only, so that help and mistakes answer at once. An error raised on purpose is one
 line on stderr and exit code 2; NANOVLLM_DEBUG=1 shows where it came from.
@@ -24,6 +24,7 @@ from nanovllm.cli.options import ENGINE, SAMPLING, with_options
 from nanovllm.cli.plan import PLAN, PlanOptions, make_plan, plan_record, show_plan
 from nanovllm.cli.serve import serve
 from nanovllm.cli.stream import InOrder, Speed, encode, note, run_requests
+from nanovllm.cli.trace import trace
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError, RequestError
 from nanovllm.outputs import RequestOutput
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(bench)
 app.add_typer(compress)
+app.add_typer(trace)
 app.command()(serve)
 bench.command(name="serve")(bench_serve)
 
@@ -62,6 +64,9 @@ def generate(
     ] = None,
     system: SystemOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each prompt.")] = False,
+    trace_file: Annotated[
+        str | None, typer.Option("--trace", metavar="FILE", help="Record the engine for `nanovllm trace view`.")
+    ] = None,
     *,
     config: EngineConfig,
     params: SamplingParams,
@@ -77,6 +82,8 @@ def generate(
                 raise RequestError(f"prompt {index} of {len(texts)}: {error}" if len(texts) > 1 else error) from None
         ids = [f"cli-{index}" for index in range(len(texts))]
         printer = InOrder(ids, [" ".join(text.split())[:60] for text in texts], params.n)
+        if trace_file is not None:
+            record(engine, trace_file)
         speed = Speed(engine)
         outputs, interrupted = run_requests(engine, inputs, params, ids, None if as_json else printer.show)
         if as_json:
@@ -165,6 +172,15 @@ def load(config: EngineConfig) -> LLMEngine:
     note(f"{config.model} on {runs_on['device']}, {runs_on['dtype']}, attention {runs_on['attn_backend']}; "
          f"ready in {time.monotonic() - started:.1f} s")  # fmt: skip
     return engine
+
+
+def record(engine: LLMEngine, path: str) -> None:
+    from nanovllm.engine.readers import TraceFile
+    from nanovllm.engine.watch import engine_info
+
+    model = engine.config.model
+    name = Path(model).name if Path(model).exists() else model
+    engine.watch.attach(TraceFile(path, engine_info(engine, name)), stays=True)
 
 
 def as_record(output: RequestOutput) -> dict[str, Any]:

@@ -35,6 +35,11 @@ SERVER = OptionGroup(
         "max_header_kb": "Largest headers of a request, in kilobytes.",
         "max_prompts": "Most prompts in one request.",
         "max_n": "Most completions of one prompt.",
+        "events": "Let the page watch the engine, pause it and change its policy; off in production.",
+        "max_watchers": "Most pages that may watch at the same time.",
+        "trace": "Write every event of the engine to this file, for `nanovllm trace view`.",
+        "tool_call_parser": "How the model writes calls of functions: hermes (also Qwen), mistral or llama.",
+        "step_timeout": "Seconds a step may take before /health says that the engine hangs.",
     },
 )
 

@@ -17,6 +17,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,9 +26,11 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.inputs import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import EngineDeadError
+from nanovllm.engine.readers import Reader
+from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.policy import make_policy
 
 logger = logging.getLogger("nanovllm")
 
@@ -52,7 +55,10 @@ class AsyncLLMEngine:
         self._ids = itertools.count()
         self._lock = threading.Lock()  # around _stopping and _post: a command is either taken or refused, never lost
         self._stopping = False
+        self._paused = False  # set by the engine thread only
+        self._draining = False
         self._failure: BaseException | None = None
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._drive, name="nanovllm-engine", daemon=True)
         self._thread.start()
 
@@ -62,6 +68,13 @@ class AsyncLLMEngine:
         if self._failure is not None:
             return f"the engine thread failed ({type(self._failure).__name__}); the log has the details"
         return "the engine was closed" if self._stopping or not self._thread.is_alive() else None
+
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the step that runs now has taken; 0 between steps. A kernel or a rank that hangs raises nothing: who
+        asks decides what is too long."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     async def generate(
         self,
@@ -100,6 +113,49 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str) -> None:
         await asyncio.wrap_future(self._submit(lambda: self._abort(request_id)))
 
+    # ---- for those who watch -----------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    async def pause(self) -> None:
+        """Finish the steps in flight and start no more. Requests are still taken, and wait."""
+        await asyncio.wrap_future(self._submit(self._pause, fatal=True))
+
+    async def resume(self) -> None:
+        await asyncio.wrap_future(self._submit(self._resume))
+
+    async def step_once(self) -> None:
+        """One step of a paused engine, planned and finished; nothing if nobody has anything to compute."""
+        if not self._paused:
+            raise RequestError("action=step: the engine runs; pause it first")
+        await asyncio.wrap_future(self._submit(self._step_once, fatal=True))
+
+    async def set_policy(self, name: str) -> None:
+        await asyncio.wrap_future(self._submit(lambda: self._set_policy(name)))
+
+    def attach(self, reader: Reader, stays: bool = False) -> Future[None]:
+        return self._submit(lambda: self.engine.watch.attach(reader, stays))
+
+    def refresh(self, reader: Reader) -> Future[None]:
+        return self._submit(lambda: self.engine.watch.refresh(reader))
+
+    def detach(self, reader: Reader) -> None:
+        with contextlib.suppress(EngineDeadError):  # then it was sent away
+            self._post(lambda: self.engine.watch.detach(reader))
+
+    def drain(self) -> None:
+        """Nobody new will come: a paused engine goes on, so that what runs can finish, and watchers are sent away."""
+
+        def go_on() -> None:
+            self._draining = True
+            self._resume()
+            self.engine.watch.dismiss()
+
+        with contextlib.suppress(EngineDeadError):
+            self._post(go_on)
+
     def close(self) -> None:
         """Stop the thread and free the model; running requests end with EngineDeadError. Calling it twice is fine."""
         with contextlib.suppress(EngineDeadError):
@@ -115,8 +171,9 @@ class AsyncLLMEngine:
 
     # ---- the other side of the queue ---------------------------------------------------------------------------
 
-    def _submit(self, action: Callable[[], None]) -> Future[None]:
-        """Run action on the engine thread between two steps; the future carries its exception."""
+    def _submit(self, action: Callable[[], None], fatal: bool = False) -> Future[None]:
+        """Run action on the engine thread between two steps; the future carries its exception. `fatal`: it computes, so
+        what it raises also ends the thread, as in any other step."""
         future: Future[None] = Future()
 
         def run() -> None:
@@ -126,6 +183,8 @@ class AsyncLLMEngine:
                 action()
             except BaseException as error:
                 future.set_exception(error)
+                if fatal:
+                    raise
             else:
                 future.set_result(None)
 
@@ -144,14 +203,9 @@ class AsyncLLMEngine:
     def _drive(self) -> None:
         try:
             while not self._stopping:
-                self._run_commands(wait=not self.engine.has_unfinished_requests())
-                if self._stopping or not self.engine.has_unfinished_requests():
-                    continue
-                for output in self.engine.step():
-                    if stream := self._streams.get(output.request_id):
-                        stream.put(output)
-                        if output.finished:
-                            del self._streams[output.request_id]
+                self._run_commands(wait=self._paused or not self.engine.has_unfinished_requests())
+                if not (self._stopping or self._paused) and self.engine.has_unfinished_requests():
+                    self._step()
         except BaseException as error:
             self._failure = error
             logger.exception("the engine thread failed")
@@ -162,6 +216,39 @@ class AsyncLLMEngine:
             self._run_commands(wait=False)  # whoever asked meanwhile is refused by the closed engine, not left waiting
             for stream in self._streams.values():
                 stream.put(EngineDeadError(f"the engine was closed while this request ran{self._why()}"))
+
+    def _step(self, alone: bool = False) -> None:
+        self._step_began = time.monotonic()
+        outputs = self.engine.step(alone=True) if alone else self.engine.step()
+        self._step_began = None
+        for output in outputs:
+            if stream := self._streams.get(output.request_id):
+                stream.put(output)
+                if output.finished:
+                    del self._streams[output.request_id]
+
+    def _pause(self) -> None:
+        if self._draining or self._stopping:
+            return
+        while self.engine.scheduler.flights:
+            self._step(alone=True)
+        self._tell_paused(True)
+
+    def _resume(self) -> None:
+        self._tell_paused(False)
+
+    def _step_once(self) -> None:
+        if self._paused and not self._stopping and self.engine.has_unfinished_requests():
+            self._step(alone=True)
+
+    def _tell_paused(self, paused: bool) -> None:
+        if paused != self._paused:
+            self._paused = paused
+            self.engine.watch.paused(paused)
+
+    def _set_policy(self, name: str) -> None:
+        self.engine.scheduler.set_policy(make_policy(name, self.engine.config.max_wait_steps))
+        self.engine.watch.policy_changed()
 
     def _why(self) -> str:
         return "" if self._failure is None else f" because it failed ({type(self._failure).__name__}: {self._failure})"

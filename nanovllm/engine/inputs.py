@@ -56,8 +56,14 @@ class InputProcessor:
         check_unicode(what, text)
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Messages -> token ids through the model's own chat template (never one from a request)."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Messages -> token ids through the model's own chat template (never one from a request). Tools are shown to
+        the model if its template knows of them."""
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one")
         if not getattr(self.tokenizer, "chat_template", None):
@@ -66,8 +72,9 @@ class InputProcessor:
             raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
+                tools=list(tools) if tools else None,
+            )  # fmt: skip
         except Exception as error:  # templates raise what they like (TemplateError, TypeError, ...) on odd messages
             raise RequestError(f"the model's chat template refused these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)

@@ -16,19 +16,19 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.defaults import default_batched_tokens, derive_seed, resolve_block_size, resolve_max_model_len
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
-from nanovllm.errors import ConfigError, EngineDeadError, RequestError
+from nanovllm.engine.watch import Watcher
+from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.executor.choose import choose_executor
-from nanovllm.executor.expert_memory import batched_tokens_for_experts
 from nanovllm.executor.limits import StepLimits
 from nanovllm.executor.model_runner import InFlight
-from nanovllm.hardware.device import Device, is_out_of_memory
+from nanovllm.hardware.device import is_out_of_memory
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.sizing import refuse_without_experts
 from nanovllm.outputs import RequestOutput
@@ -44,10 +44,6 @@ from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
 logger = logging.getLogger("nanovllm")
-
-# Defaults by device: a CPU wants small steps (each takes long anyway) and little waste, a GPU wants large ones.
-DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
-DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
 
 
 @dataclass
@@ -92,6 +88,7 @@ class LLMEngine:
         known = (self.model_config.vocab_size, self.model_config.eos_token_ids, config.tensor_parallel_size)
         self.grammars = Grammars(self.tokenizer, *known)
         self.stats = StepStats()
+        self.watch = Watcher(self.scheduler, lambda seq_id: self._by_seq[seq_id][0].request_id)
         self._requests: dict[str, Request] = {}
         self._by_seq: dict[int, tuple[Request, Completion]] = {}
         self._flights: deque[tuple[StepPlan, InFlight, float]] = deque()  # (plan, its computation, when it began)
@@ -170,6 +167,7 @@ class LLMEngine:
             request.completions.append(completion)
             self._by_seq[seq.seq_id] = (request, completion)
             self.scheduler.add(seq)
+            self.watch.added(seq, request_id)
 
     def _sequence(self, parsed: EngineInput, params: SamplingParams, seed: int) -> Sequence:
         room = self.max_model_len - len(parsed.token_ids)
@@ -196,6 +194,7 @@ class LLMEngine:
             return None
         for completion in request.completions:
             self.scheduler.abort(completion.seq.seq_id)
+        self.watch.left([completion.seq for completion in request.completions])
         self._drop(request)
         return request.output()
 
@@ -204,12 +203,14 @@ class LLMEngine:
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns the requests that moved (those added with final_only: that ended)."""
+    def step(self, alone: bool = False) -> list[RequestOutput]:
+        """Compute one step. Returns the requests that moved (those added with final_only: that ended).
+
+        alone: end one in flight or, if there is none, plan one and end it; nothing more is started."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
         # A request that the host samples for must have its tokens known before the next step is planned.
-        depth = self.executor.overlap if self._num_host_sampled == 0 else 1
+        depth = 1 if alone or self._num_host_sampled else self.executor.overlap
         while len(self._flights) < depth and self._launch_next():
             pass
         if self._flights:
@@ -220,7 +221,9 @@ class LLMEngine:
     def _launch_next(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute (yet)."""
         plan = self.scheduler.schedule()
-        self._moved += self.scheduler.take_ended()
+        ended = self.scheduler.take_ended()
+        self._moved += ended
+        self.watch.planned(plan, ended)
         if not plan.entries:
             return False
         now = time.monotonic()
@@ -247,6 +250,7 @@ class LLMEngine:
     def _fail(self, plan: StepPlan, error: BaseException) -> None:
         self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
         self._moved += self.scheduler.fail(plan, f"{type(error).__name__}: {error}", self._culprit(plan, error))
+        self.watch.failed(plan, type(error).__name__)
         if not isinstance(error, Exception):
             raise error  # Ctrl-C is the caller's, but the plan is gone: the next step must not find it half done
         logger.error("step %d failed: %s", plan.step_id, type(error).__name__, exc_info=error)
@@ -273,6 +277,7 @@ class LLMEngine:
             if moved.logprobs:
                 request.add_logprobs(completion, moved.logprobs)
         self._count(plan, progress, now - started)
+        self.watch.committed(plan, progress, now - started)
         self._moved += [moved.seq for moved in progress]
 
     def _collect(self, touched: set[str]) -> list[RequestOutput]:
@@ -348,6 +353,7 @@ class LLMEngine:
         if self._closed:
             return
         self._closed = True
+        self.watch.close()
         self._requests.clear()
         self._by_seq.clear()
         self.executor.close()
@@ -357,42 +363,3 @@ class LLMEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def resolve_block_size(config: EngineConfig, device: Device) -> int:
-    if config.kvcache_block_size is not None:
-        return config.kvcache_block_size
-    if config.attn_backend == "flash":
-        return 256  # flash-attn 2 reads no smaller pages
-    return DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
-
-
-def default_batched_tokens(config: EngineConfig, model: ModelConfig, device: Device) -> int:
-    if model.moe is not None and device.is_gpu:
-        dtype = device.resolve_dtype(config.dtype, model.dtype)
-        return batched_tokens_for_experts(config, model, device, dtype)
-    return max(DEFAULT_BATCHED_TOKENS["gpu" if device.is_gpu else "cpu"], config.max_num_seqs)
-
-
-def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest text the model's rotary table is good for, unless the user asks for less."""
-    factor = model.rope.params.get("factor", 1.0)
-    trained = model.max_position_embeddings
-    if model.rope.kind in ("linear", "dynamic"):
-        trained = int(trained * factor)
-    elif model.rope.kind == "yarn":
-        trained = max(trained, int(model.rope.params.get("original_max_position_embeddings", trained) * factor))
-    if config.max_model_len is None:
-        return trained
-    if config.max_model_len > trained:
-        raise ConfigError(f"max_model_len={config.max_model_len}: this model reads at most {trained} tokens")
-    return config.max_model_len
-
-
-def derive_seed(engine_seed: int, request_number: int, user_seed: int | None, index: int) -> int:
-    """64 bits. A user's seed gives the same completions in every engine and batch; without one, the engine's seed and
-    the order of the requests decide, so that a whole run can be repeated."""
-    if user_seed is not None:
-        return (user_seed + index) % 2**64
-    text = f"{engine_seed} {request_number} {index}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -12,6 +12,7 @@ machine, on a free port, of the loopback interface if they are all there.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -47,6 +48,25 @@ def import_ray() -> Any:
     except ImportError:
         raise ConfigError("distributed_executor_backend='ray' needs Ray: pip install 'nano-vllm[ray]'") from None
     return ray
+
+
+def join_ray(ray: Any, **own: Any) -> None:
+    """The Ray of RAY_ADDRESS, or one of our own, with these options, that nobody outside this machine can reach."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read by the processes that Ray starts
+    if address := os.environ.get("RAY_ADDRESS"):
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+        return
+    from ray._private import ray_constants
+
+    # Whoever reaches a Ray may run code in it. On Linux it listens on all interfaces, and an address given as loopback
+    # is replaced by the machine's outer one, unless this switch (meant for other systems) is off.
+    kept, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        ray.init(
+            address="local", include_dashboard=False, _node_ip_address=LOOPBACK, logging_level=logging.WARNING, **own
+        )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = kept
 
 
 @dataclass(frozen=True)
@@ -139,21 +159,15 @@ class RayExecutor:
         self._owns_cluster = not self._ray.is_initialized()
         try:
             if self._owns_cluster:
-                self._join_cluster()
+                least = 80 * 2**20  # that it takes: nothing large is kept there
+                cores = max(self._size, os.cpu_count() or 1)
+                join_ray(self._ray, num_cpus=cores, object_store_memory=least, log_to_driver=False)
             self._reserve(config.device)
             self._facts = self._start({**options_for(config, limits), "size": self._size})
         except BaseException as error:
             self._dead = str(error)
             self.close()
             raise
-
-    def _join_cluster(self) -> None:
-        address = os.environ.get("RAY_ADDRESS")
-        local = {} if address else {
-            "num_cpus": max(self._size, os.cpu_count() or 1), "include_dashboard": False,
-            "object_store_memory": 80 * 2**20,  # the least it takes: nothing large is kept there
-        }  # fmt: skip
-        self._ray.init(address=address or "local", logging_level="warning", log_to_driver=False, **local)
 
     def _reserve(self, wanted: str) -> None:
         ray = self._ray

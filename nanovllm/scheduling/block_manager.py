@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from nanovllm.scheduling.sequence import Sequence
@@ -30,6 +31,14 @@ from nanovllm.scheduling.sequence import Sequence
 
 def _chain(parent: bytes, tokens: tuple[int, ...]) -> bytes:
     return blake2b(parent + array("i", tokens).tobytes(), digest_size=32).digest()
+
+
+@dataclass
+class Journal:
+    """What a watcher cannot read off the plans. Blocks that became findable, and findable ones taken for other use."""
+
+    published: list[int] = field(default_factory=list)
+    evicted: list[int] = field(default_factory=list)
 
 
 class BlockManager:
@@ -41,6 +50,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queries = 0  # prompt tokens looked up in the prefix cache, and those found
         self.num_hits = 0
+        self.journal: Journal | None = None  # written while somebody watches
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
@@ -126,6 +136,8 @@ class BlockManager:
             self._found.setdefault(key, {})[block] = None
         published = seq.block_table[seq.num_published : full]
         seq.num_published = max(seq.num_published, full)
+        if self.journal is not None:
+            self.journal.published += published
         return published
 
     def unpublish(self, blocks: list[int]) -> None:
@@ -161,6 +173,15 @@ class BlockManager:
 
     def owners(self, block: int) -> int:
         return self._ref_counts[block]
+
+    def held(self) -> dict[int, int]:
+        """block -> the step that must end before it is free."""
+        return dict(self._held_until)
+
+    def findable(self) -> tuple[list[int], list[int]]:
+        """(free, owned or held)"""
+        found = [block for block, key in enumerate(self._keys) if key is not None]
+        return [b for b in found if b in self._free], [b for b in found if b not in self._free]
 
     def _hash(self, seq: Sequence, index: int) -> bytes:
         size = self.block_size
@@ -198,6 +219,8 @@ class BlockManager:
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
+        if self.journal is not None and self._keys[block] is not None:
+            self.journal.evicted.append(block)
         self._forget(block)
         assert self._ref_counts[block] == 0
         self._ref_counts[block] = 1

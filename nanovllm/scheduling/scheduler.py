@@ -69,12 +69,12 @@ class Scheduler:
         self.waiting = WaitingQueue(policy)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.step = 0  # id of the newest plan
         self._text_stop = text_stop
         self._sequences: dict[int, Sequence] = {}
         self._flights: deque[_Flight] = deque()
         self._departures: list[int] = []
         self._ended: list[Sequence] = []
-        self._step = 0
         self._num_added = 0
 
     # ---- the caller's side -------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.check_fits(seq.num_prompt)
         seq.arrival = self._num_added
-        seq.queued_step = self._step
+        seq.queued_step = self.step
         self._num_added += 1
         self._sequences[seq.seq_id] = seq
         self.waiting.push(seq)
@@ -114,14 +114,27 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    def set_policy(self, policy: Policy) -> None:
+        """Between two steps. Whoever runs goes on; the line and the ranks are sorted anew."""
+        self.policy = policy
+        line, self.waiting = list(self.waiting), WaitingQueue(policy)
+        for seq in line:
+            self.waiting.push(seq)
+        self.running.sort(key=policy.rank)
+
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def flights(self) -> list[int]:
+        """Steps that were planned and have not ended."""
+        return [flight.plan.step_id for flight in self._flights]
+
     # ---- schedule ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        self._step += 1
+        self.step += 1
         flight_blocks: list[int] = []
         arrivals: list[Arrival] = []
         chosen: list[tuple[Sequence, int]] = []  # (sequence, number of tokens to feed)
@@ -129,7 +142,7 @@ class Scheduler:
         self._admit_waiting(budget, chosen, flight_blocks, arrivals)
         num_steps = self._extend_decodes(chosen)
         entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in chosen)
-        plan = StepPlan(self._step, entries, tuple(arrivals), tuple(self._departures), num_steps)
+        plan = StepPlan(self.step, entries, tuple(arrivals), tuple(self._departures), num_steps)
         if entries:  # an empty plan is not executed: who left is told next time
             self._flights.append(_Flight(plan, flight_blocks))
             self._departures = []
@@ -172,7 +185,7 @@ class Scheduler:
         self, budget: int, chosen: list[tuple[Sequence, int]], published: list[int], arrivals: list[Arrival]
     ) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
-            seq = self.waiting.peek(self._step)
+            seq = self.waiting.peek(self.step)
             if seq.num_pending:
                 break  # preempted while a step in flight samples for it; that token must be known first
             num_blocks = self.blocks.num_blocks_for(len(seq.token_ids))
@@ -286,7 +299,7 @@ class Scheduler:
 
     def _retire(self) -> None:
         """Every step before the oldest in flight has ended, one way or the other."""
-        self.blocks.retire(self._flights[0].plan.step_id - 1 if self._flights else self._step)
+        self.blocks.retire(self._flights[0].plan.step_id - 1 if self._flights else self.step)
 
     def _append(self, seq: Sequence, token_ids: list[int]) -> list[int]:
         if not (seq.stop.eos_token_ids or seq.stop.stop_token_ids or seq.params.stop):  # only its length can end it

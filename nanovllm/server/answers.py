@@ -26,6 +26,7 @@ from nanovllm.server.pieces import Follower, Piece, chat_logprobs, completion_lo
 from nanovllm.server.prompts import encode_chat, encode_prompts
 from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling
 from nanovllm.server.service import Job, Service
+from nanovllm.server.tools import CallReader, Said
 
 logger = logging.getLogger("nanovllm")
 BodyT = TypeVar("BodyT", bound=Sampling)
@@ -59,8 +60,8 @@ class Answer(Response, Generic[BodyT]):
         """In another thread: everything that can be refused is refused here."""
         raise NotImplementedError
 
-    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
-        """Of an event, or of an answer in one go."""
+    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any] | None:
+        """Of an event (None: nothing to tell yet), or of an answer in one go."""
         raise NotImplementedError
 
     def opening(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any] | None:
@@ -110,7 +111,9 @@ class Answer(Response, Generic[BodyT]):
             for completion in output.outputs:
                 piece = Follower().next(completion)
                 assert piece is not None
-                choices.append(self.choice(self._index(index, completion), piece, output))
+                choice = self.choice(self._index(index, completion), piece, output)
+                assert choice is not None
+                choices.append(choice)
         return self._envelope(self.object, choices, usage=self.usage(outputs))
 
     def _index(self, prompt: int, completion: CompletionOutput) -> int:
@@ -144,7 +147,8 @@ class Answer(Response, Generic[BodyT]):
                     continue
                 if piece.is_first and (opening := self.opening(index, piece, output)):
                     choices.append(opening)
-                choices.append(self.choice(index, piece, output))
+                if (choice := self.choice(index, piece, output)) is not None:
+                    choices.append(choice)
             more: dict[str, Any] = {}
             if asked is not None and asked.include_usage:
                 more["usage"] = self.usage(newest) if asked.continuous_usage_stats else None
@@ -200,23 +204,47 @@ class CompletionAnswer(Answer[CompletionBody]):
 class ChatAnswer(Answer[ChatBody]):
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, service: Service, body: ChatBody, request_id: str) -> None:
+        super().__init__(service, body, request_id)
+        self._readers: dict[int, CallReader] = {}  # of each choice
+
     def encode(self) -> tuple[list[EngineInput], SamplingParams]:
-        engine, body = self.service.engine.engine, self.body_model
-        return [encode_chat(engine, body)], engine.grammars.compiled(body.params())
+        parsed, params = encode_chat(self.service.engine.engine, self.body_model, self.service.tool_form)
+        return [parsed], params
+
+    def _reader(self) -> CallReader:
+        body = self.body_model
+        names = [tool.function.name for tool in body.offered]
+        return CallReader(
+            self.service.tool_form, names, must_call=body.must_call, has_grammar=body.binds_calls,
+            one_call=body.one_call,
+        )  # fmt: skip
 
     def opening(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
-        body = self.body_model
-        content: dict[str, Any] = {"content": piece.text}
-        if not body.stream:
-            content = {"role": "assistant", "content": piece.text, "refusal": None}
+    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any] | None:
+        body, said, reason = self.body_model, Said(piece.text), piece.finish_reason
+        if body.offered:
+            reader = self._readers.get(index) or self._readers.setdefault(index, self._reader())
+            said = reader.feed(piece.text, reason is not None)
+            if body.stream and not (said.content or said.calls or piece.positions or reason):
+                return None
+            reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
+        content: dict[str, Any] = {"content": said.content}
+        if body.stream and said.calls:
+            content = {"tool_calls": [call.as_delta() for call in said.calls]}
+            if said.content:
+                content["content"] = said.content
+        elif not body.stream:
+            content = {"role": "assistant", "content": said.content, "refusal": None}
+            if calls := said.whole_calls():
+                content.update(content=said.content or None, tool_calls=calls)
         return {
             "index": index,
             "delta" if body.stream else "message": content,
             "logprobs": chat_logprobs(piece.positions, body.top_logprobs),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": reason,
             "stop_reason": piece.stop_reason,
         }

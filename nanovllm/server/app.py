@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from nanovllm import __version__
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.server.answers import ChatAnswer, CompletionAnswer
+from nanovllm.server.engine_api import add_engine_routes
 from nanovllm.server.errors import ApiError, as_api_error, timed_out
 from nanovllm.server.guard import Gate
 from nanovllm.server.metrics import CONTENT_TYPE
@@ -45,6 +46,7 @@ def make_app(service: Service) -> ASGIApp:
     _add_errors(app)
     _add_generation(app, service)
     _add_facts(app, service)
+    add_engine_routes(app, service, read)
     describe_bodies(app, BODIES)
     return Gate(app, service.options)
 
@@ -64,7 +66,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def to_tokens(request: Request) -> Response:
         body = await read(request, service, TokenizeBody)
         service.check_model(body.model)
-        return JSONResponse(await service.encode(lambda: tokenize(service.engine.engine, body)))
+        return JSONResponse(await service.encode(lambda: tokenize(service.engine.engine, body, service.tool_form)))
 
     @app.post("/detokenize", response_class=Response)
     async def to_text(request: Request) -> Response:
@@ -91,7 +93,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        reason = service.engine.failure
+        reason = service.trouble
         if reason is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "failed", "reason": reason}, 503)

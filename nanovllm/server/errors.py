@@ -22,6 +22,7 @@ TYPES = {
 }  # fmt: skip
 MAX_MESSAGE = 500  # characters: a client that sends a megabyte of nonsense is not sent it back
 ENGINE_FAILED = "the engine has failed and cannot serve requests until it is started anew; /health says more"
+ENGINE_STUCK = "the engine has not finished its step for too long and takes no requests until it has; /health says more"
 INTERNAL = "the server failed to answer this request; its log says why, under the request id"
 
 

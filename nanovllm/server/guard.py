@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.server.errors import ApiError, timed_out
 from nanovllm.server.options import ServerOptions
 
-NEEDS_NO_KEY = ("/health",)
+NEEDS_NO_KEY = re.compile(r"/health|/|/static/[^/]*|/source/.*")  # and the page, which asks for the key itself
 
 
 class ClientGone(Exception):
@@ -59,7 +59,7 @@ class Gate:
         await (self._app if error is None else error.response())(scope, receive, named_send)
 
     def _may_enter(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if self._key is None or path in NEEDS_NO_KEY:
+        if self._key is None or NEEDS_NO_KEY.fullmatch(path):
             return True
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         return kind.lower() == b"bearer" and hmac.compare_digest(_digest(given.strip()), self._key)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nanovllm.errors import ConfigError
 
+TOOL_CALL_PARSERS = ("hermes", "mistral", "llama")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -28,20 +29,30 @@ class ServerOptions:
     max_header_kb: int = 16
     max_prompts: int = 128  # in one request
     max_n: int = 128  # completions of one prompt
+    tool_call_parser: str = "hermes"  # how the model writes calls of functions: one of TOOL_CALL_PARSERS
+    step_timeout: float = 120.0  # seconds a step may take before /health says that the engine hangs
+
+    events: bool = False  # the engine may be watched, paused and told another policy over HTTP
+    max_watchers: int = 8  # at the same time
+    trace: str | None = None  # a file to write all events to
 
     def __post_init__(self) -> None:
         for name, low, high in (
             ("port", 0, 65535), ("max_waiting", 0, 10**6), ("max_header_kb", 1, 1024), ("max_prompts", 1, 10**5),
-            ("max_n", 1, 1024),
+            ("max_n", 1, 1024), ("max_watchers", 1, 1024),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r}: must be an integer in [{low}, {high}]")
-        for name in ("request_timeout", "drain_timeout", "encode_timeout", "max_body_mb"):
+        for name in ("request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "max_body_mb"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value!r}: must be a positive number")
-        for name in ("host", "api_key", "served_model_name"):
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            raise ConfigError(f"tool_call_parser={self.tool_call_parser!r}: must be one of {TOOL_CALL_PARSERS}")
+        if not isinstance(self.events, bool):
+            raise ConfigError(f"events={self.events!r}: must be True or False")
+        for name in ("host", "api_key", "served_model_name", "trace"):
             value = getattr(self, name)
             if value is None and name != "host":
                 continue

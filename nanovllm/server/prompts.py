@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -9,8 +10,10 @@ from jinja2 import TemplateError
 from nanovllm.engine.inputs import EngineInput
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
+from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, Tool
+from nanovllm.server.tools import Form, as_plain_text, grammar, knows_tools
 
 
 def encode_prompts(engine: LLMEngine, body: CompletionBody) -> list[EngineInput]:
@@ -32,17 +35,48 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody) -> list[EngineInput]
     return found
 
 
-def encode_chat(engine: LLMEngine, body: ChatBody) -> EngineInput:
-    parsed = EngineInput(_render(engine, body.messages), None, body.cache_salt or "")
-    salted: Any = {"prompt_token_ids": parsed.token_ids, "cache_salt": parsed.cache_salt}
-    parsed = engine.inputs.parse(salted)
-    engine.check(parsed, body.params(), body.priority)  # type: ignore[arg-type]
-    return parsed
+def encode_chat(engine: LLMEngine, body: ChatBody, form: Form) -> tuple[EngineInput, SamplingParams]:
+    token_ids = _render(engine, body.messages, body.offered, form)
+    salted: Any = {"prompt_token_ids": token_ids, "cache_salt": body.cache_salt or ""}
+    parsed, params = engine.inputs.parse(salted), body.params()
+    engine.check(parsed, params, body.priority)  # type: ignore[arg-type]
+    if body.offered and (source := grammar(form, body, engine.tokenizer)):
+        return parsed, _with_grammar(engine, params, source, body, form)
+    return parsed, engine.grammars.compiled(params)
 
 
-def _render(engine: LLMEngine, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
+def _with_grammar(
+    engine: LLMEngine, params: SamplingParams, source: str, body: ChatBody, form: Form
+) -> SamplingParams:  # fmt: skip
+    """Compiled; a schema that cannot be is named by its place."""
     try:
-        return engine.inputs.render_chat([message.for_template() for message in messages], add_generation_prompt)
+        return engine.grammars.compiled(replace(params, structured_outputs={"grammar": source}))
+    except RequestError as error:
+        if not str(error).startswith("structured_outputs"):  # a field that could ban what the grammar demands
+            raise RequestError(str(error).replace("structured_outputs", "tools that must be called well")) from None
+        said = str(error).removeprefix("structured_outputs").removeprefix(" grammar").removeprefix(": ")
+        where = "tools"
+        for number, tool in enumerate(body.tools or ()):
+            if tool not in body.offered or "compiled" not in said:
+                continue
+            alone = body.model_copy(update={"tools": [tool], "tool_choice": "required"})
+            wanted = {"grammar": grammar(form, alone, engine.tokenizer)}
+            try:
+                engine.grammars.compiled(replace(params, structured_outputs=wanted))
+            except RequestError:
+                where = f"tools.{number}.function.parameters"
+                break
+        raise ApiError(400, f"{where}: {said}", param="tools") from None
+
+
+def _render(
+    engine: LLMEngine, messages: list[Message], tools: list[Tool], form: Form, add_generation_prompt: bool = True
+) -> list[int]:
+    rows, shown = [message.for_template() for message in messages], [tool.for_template() for tool in tools]
+    if not knows_tools(engine.tokenizer):
+        rows, shown = as_plain_text(rows, tools, form), []
+    try:
+        return engine.inputs.render_chat(rows, add_generation_prompt, shown)
     except RequestError as error:
         cause = error.__cause__
         if cause is not None and not isinstance(cause, TemplateError):  # not said by the template, but by its failure
@@ -51,9 +85,9 @@ def _render(engine: LLMEngine, messages: list[Message], add_generation_prompt: b
         raise ApiError(400, said, param="messages") from error
 
 
-def tokenize(engine: LLMEngine, body: TokenizeBody) -> dict[str, Any]:
+def tokenize(engine: LLMEngine, body: TokenizeBody, form: Form) -> dict[str, Any]:
     if body.messages is not None:
-        token_ids = _render(engine, body.messages, body.add_generation_prompt)
+        token_ids = _render(engine, body.messages, body.tools or [], form, body.add_generation_prompt)
     else:
         token_ids = engine.inputs.encode(body.prompt or "", body.add_special_tokens)
     strings = _tokenizer(engine).convert_ids_to_tokens(token_ids) if body.return_token_strs else None

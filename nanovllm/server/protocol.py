@@ -6,6 +6,7 @@ know how to honour passes only with the value that asks for nothing. `null` mean
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +20,7 @@ MAX_BIASES = 1024
 MAX_IDS = 4096
 MAX_STOPS = 16
 MAX_BAD_WORDS = 128
+MAX_TOOLS = 128
 
 ShortText = Annotated[str, Field(max_length=1024)]
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
@@ -43,6 +45,18 @@ class Body(BaseModel):
     @classmethod
     def fields(cls) -> frozenset[str]:
         return frozenset(cls.model_fields)
+
+
+def parse_object(text: str) -> Any:
+    """The value of a JSON text; None if it is none. JSON has no NaN, whatever Python's reader thinks."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _same(given: Any, value: Any) -> bool:
@@ -161,14 +175,52 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    name: ShortText
+    arguments: str  # a JSON object, as text
+
+
+class PastCall(Body):
+    """One that an earlier answer of the model made, as the client received it."""
+
+    id: ShortText
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """With the arguments as an object, which is what templates write out."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> PastCall:
+        if not isinstance(parse_object(self.function.arguments), dict):
+            message = f"messages: the arguments of the call {self.id!r:.60} are not a JSON object"
+            raise ApiError(400, message, param="messages")
+        return self
+
+
 class Message(Body):
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tool_calls": ([],), "function_call": (), "refusal": (), "audio": (), "tool_call_id": (),
-    }  # fmt: skip
+    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"function_call": (), "refusal": (), "audio": ()}
 
     role: ROLES
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: ShortText | None = None
+    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: ShortText | None = None
+
+    @model_validator(mode="after")
+    def _whose_fields(self) -> Message:
+        fault = None
+        if self.tool_calls and self.role != "assistant":
+            fault = "tool_calls belong to the assistant"
+        elif (self.tool_call_id is not None) != (self.role == "tool"):
+            fault = "tool_call_id belongs to messages of role tool, each of which needs it"
+        elif self.content is None and not self.tool_calls:
+            fault = "content is missing"
+        if fault is not None:
+            raise ApiError(400, f"messages: {fault}", param="messages")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -184,20 +236,70 @@ class Message(Body):
                 )  # fmt: skip
         return data
 
-    def for_template(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+    def for_template(self) -> dict[str, Any]:
+        parts = [] if self.content is None else self.content
+        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         # OpenAI's newer name of the same role; templates of open models know the older one
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
+        for name in ("name", "tool_call_id"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        return {**message, "tool_calls": calls} if calls else message
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=2048)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class Function(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object; none: takes no arguments
+    strict: bool = False  # the arguments follow the schema, also where the model decides whether to call
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        named = {"name": self.function.name, "description": self.function.description or ""}
+        return {"type": "function", "function": {**named, "parameters": self.arguments_schema}}
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        if self.function.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", "properties": {}, **self.function.parameters}
+
+
+class FunctionChoice(Body):
+    name: FunctionName
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+
+
+def check_tools(tools: list[Tool] | None) -> None:
+    names = set()
+    for number, tool in enumerate(tools or ()):
+        schema, where = tool.arguments_schema, f"tools.{number}.function"
+        if schema["type"] != "object" or not isinstance(schema["properties"], dict):
+            raise ApiError(400, f"{where}.parameters: must be a JSON schema of type object", param="tools")
+        if tool.function.name in names:
+            raise ApiError(400, f"{where}.name: {tool.function.name!r} is there twice", param="tools")
+        names.add(tool.function.name)
 
 
 class ChatBody(Sampling):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],), "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False), "functions": ([],), "function_call": ("none",),
+        "functions": ([],), "function_call": ("none",),
         "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "reasoning_effort": (),
         "verbosity": (), "store": (False,), "metadata": ({},), "service_tier": ("auto", "default"),
         "safety_identifier": (), "prompt_cache_key": (), "chat_template": (), "chat_template_kwargs": ({},),
@@ -208,6 +310,51 @@ class ChatBody(Sampling):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> ChatBody:
+        check_tools(self.tools)
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if not names and choice not in ("none", "auto"):
+            raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
+        if isinstance(choice, ToolChoice) and choice.function.name not in names:
+            raise ApiError(400, f"tool_choice: {choice.function.name!r} is not one of the tools", param="tool_choice")
+        if self.offered and self.response_format is not None and self.response_format.type != "text":
+            raise ApiError(
+                400, "response_format: cannot be combined with tools, unless tool_choice is 'none'",
+                param="response_format",
+            )  # fmt: skip
+        if self.binds_calls and self.structured_outputs is not None:
+            raise ApiError(
+                400, "structured_outputs: cannot be combined with strict tools or a tool_choice that demands calls",
+                param="structured_outputs",
+            )  # fmt: skip
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call in this answer."""
+        tools, choice = self.tools or [], self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return [tool for tool in tools if tool.function.name == choice.function.name]
+        return [] if choice == "none" else tools
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def binds_calls(self) -> bool:
+        """Calls are held to their schemas while they are written."""
+        return self.must_call or any(tool.function.strict for tool in self.offered)
+
+    @property
+    def one_call(self) -> bool:
+        return isinstance(self.tool_choice, ToolChoice) or not self.parallel_tool_calls
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
@@ -227,6 +374,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None  # as in a chat with these messages
     add_special_tokens: bool = True  # of a prompt; a chat template brings its own
     add_generation_prompt: bool = True  # of messages
     return_token_strs: bool = False
@@ -235,6 +383,9 @@ class TokenizeBody(Body):
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "prompt: give exactly one of prompt and messages", param="prompt")
+        if self.tools and self.messages is None:
+            raise ApiError(400, "tools: only with messages", param="tools")
+        check_tools(self.tools)
         return self
 
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private import ray_constants
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
@@ -39,6 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.executor.ray_cluster import join_ray
 from nanovllm.server.errors import INTERNAL, ApiError, timed_out
 from nanovllm.server.guard import ClientGone, Gate, Guard
 from nanovllm.server.metrics import CONTENT_TYPE
@@ -301,10 +301,11 @@ def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: in
     path = resolve_model(config.model)
     if Path(config.model).exists():
         config = replace(config, model=str(path.absolute()))  # a replica may be started in another folder
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read by the processes that Ray starts
     name = f"nanovllm-{uuid.uuid4().hex[:8]}"
     quiet = {"log_level": "WARNING", "enable_access_log": False}
-    with _ray(os.environ.get("RAY_ADDRESS")):
+    join_ray(ray)
+    with contextlib.ExitStack() as stack:
+        stack.callback(ray.shutdown)
         try:
             serve.start(proxy_location="Disabled", logging_config=quiet)
             app = _deployment(config, options, num_replicas).bind(config, replace(options, api_key=None))
@@ -316,27 +317,6 @@ def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: in
         finally:
             with contextlib.suppress(Exception):  # what is left of a private Ray dies with it
                 serve.delete(name)
-
-
-@contextlib.contextmanager
-def _ray(address: str | None) -> Iterator[None]:
-    """The Ray at this address, or one of our own that nobody outside this machine can reach."""
-    if address:
-        ray.init(address=address, logging_level=logging.WARNING)
-    else:
-        # Whoever reaches a Ray may run code in it. On Linux it listens on all interfaces, and an address given as
-        # loopback is replaced by the machine's outer one, unless this switch (meant for other systems) is off.
-        kept, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-        try:
-            ray.init(
-                address="local", include_dashboard=False, _node_ip_address=LOOPBACK, logging_level=logging.WARNING
-            )
-        finally:
-            ray_constants.ENABLE_RAY_CLUSTER = kept
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _keep_to_loopback() -> None:
@@ -392,7 +372,7 @@ def serve_replicas(
     config: EngineConfig, options: ServerOptions, num_replicas: int, say: Callable[[str], None]
 ) -> None:
     """As `run.serve`, with several engines."""
-    from nanovllm.server.run import address_of, listen, server_for
+    from nanovllm.server.run import Server, address_of, listen, uvicorn_config
 
     listener = listen(options)
     if options.is_open:
@@ -401,5 +381,5 @@ def serve_replicas(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with contextlib.closing(listener), open_replicas(config, options, num_replicas) as replicas:
         say(f"{num_replicas} replicas of {config.model} at {address_of(listener)}/v1 (Ctrl-C ends)")
-        server_for(make_front(replicas, options), options).run(sockets=[listener])
+        Server(uvicorn_config(make_front(replicas, options), options)).run(sockets=[listener])
     say("all requests are answered, the engines are closed")

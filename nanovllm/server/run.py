@@ -1,4 +1,7 @@
-"""Run the server until SIGTERM or Ctrl-C: then nobody is let in, whoever runs may finish, and the process exits 0."""
+"""Run the server until SIGTERM or Ctrl-C: then nobody is let in, whoever runs may finish, and the process exits 0.
+
+The engine is imported where it is started: `nanovllm trace view` runs a server without one.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,33 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.errors import ConfigError
-from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.service import Service
+
+if TYPE_CHECKING:
+    from nanovllm.server.service import Service
 
 logger = logging.getLogger("nanovllm")
 
 
 class Server(uvicorn.Server):
-    """uvicorn's own handler raises the signal once more after the drain, so the process would die of it."""
+    """uvicorn's own handler raises the signal once more after the drain, so the process would die of it.
+
+    `before_drain`: what must happen so that the requests that run can end."""
+
+    def __init__(self, config: uvicorn.Config, before_drain: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._before_drain = before_drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._before_drain()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,11 +71,13 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 def make_server(service: Service) -> Server:
-    return server_for(make_app(service), service.options)
+    from nanovllm.server.app import make_app
+
+    return Server(uvicorn_config(make_app(service), service.options), service.engine.drain)
 
 
-def server_for(app: ASGIApp, options: ServerOptions) -> Server:
-    config = uvicorn.Config(
+def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         http="h11",  # the one that bounds headers
         h11_max_incomplete_event_size=options.max_header_kb * 1024,
@@ -72,7 +88,6 @@ def server_for(app: ASGIApp, options: ServerOptions) -> Server:
         server_header=False,
         timeout_graceful_shutdown=max(1, round(options.drain_timeout)),
     )
-    return Server(config)
 
 
 def address_of(listener: socket.socket) -> str:
@@ -87,13 +102,18 @@ def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], Non
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logger.setLevel(logging.INFO)
     try:
+        from nanovllm.engine.async_engine import AsyncLLMEngine
+        from nanovllm.server.service import Service
+
         service = Service(AsyncLLMEngine(config), options)
     except BaseException:
         listener.close()
         raise
     try:
+        server = make_server(service)  # a trace that cannot be written is said before anyone is invited
         say(f"{service.model_name} at {address_of(listener)}/v1 (Ctrl-C ends)")
-        make_server(service).run(sockets=[listener])
+        say(f"page: {address_of(listener)}/{'' if options.events else ' (--events lets it show the engine at work)'}")
+        server.run(sockets=[listener])
     finally:
         service.close()
     say("all requests are answered, the engine is closed")

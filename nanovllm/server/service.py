@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,10 +26,12 @@ from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.engine.inputs import EngineInput
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ENGINE_FAILED, INTERNAL, ApiError, timed_out
+from nanovllm.server.errors import ENGINE_FAILED, ENGINE_STUCK, INTERNAL, ApiError, timed_out
 from nanovllm.server.metrics import Metrics, RequestClock
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.tools import FORMS
 
+logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
 ENCODERS = 4  # threads; a tokenizer releases the interpreter's lock, a template does not
 MAX_RETRY_SECONDS = 60
@@ -53,6 +56,7 @@ class Service:
         self.model_name = options.served_model_name or (Path(model).name if Path(model).exists() else model)
         self.started = int(time.time())
         self.metrics = Metrics(engine, self.model_name)
+        self.tool_form = FORMS[options.tool_call_parser]
         self.capacity = engine.engine.scheduler.limits.max_num_seqs + options.max_waiting
         self.num_admitted = 0  # sequences from admission to their last token
         self._seconds_per_request = 1.0  # a moving mean, for Retry-After
@@ -61,11 +65,27 @@ class Service:
 
     def close(self) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)
+        if self.is_stuck:
+            logger.error("%s; leaving without it", self.trouble)  # its thread would be waited for without end
+            return
         self.engine.close()
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.engine.seconds_in_step > self.options.step_timeout
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be served now, or None. Costs a step nothing: the clock is read by who asks."""
+        if self.engine.failure is None and self.is_stuck:
+            return f"a step has not ended for more than {self.options.step_timeout:g} s; the device may hang"
+        return self.engine.failure
 
     def check_alive(self) -> None:
         if self.engine.failure is not None:
             raise ApiError(503, ENGINE_FAILED, code="engine_failed")
+        if self.is_stuck:
+            raise ApiError(503, ENGINE_STUCK, code="engine_stuck", headers={"Retry-After": str(MAX_RETRY_SECONDS)})
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:

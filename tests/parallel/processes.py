@@ -21,6 +21,14 @@ def children(parent: int | None = None) -> set[int]:
     return found
 
 
+def descendants(of: int | None = None) -> set[int]:
+    """Children, their children and so on; with the process itself."""
+    found = newest = {of or os.getpid()}
+    while newest := set().union(*map(children, newest)) - found:
+        found = found | newest
+    return found
+
+
 def is_alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -56,6 +64,12 @@ def listening(process: int) -> set[str]:
             if fields[3] == "0A" and fields[9] in inodes:
                 found.add(fields[1].split(":")[0])
     return found
+
+
+def all_on_loopback(processes: set[int]) -> bool:
+    """Some of them listen, and only where nobody outside this machine can reach them."""
+    found = set().union(*map(listening, processes))
+    return bool(found) and found <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
 def soon(condition: Callable[[], bool], seconds: float = 5.0) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm import LLM, ConfigError, SamplingParams
 from nanovllm.executor import ray_cluster
-from tests.parallel.processes import children, is_alive, soon
+from tests.parallel.processes import all_on_loopback, children, descendants, is_alive, soon
 from tests.parallel.test_faults import NUM_REQUESTS, TIMEOUT, add_requests, assert_all_told, run_to_end
 from tests.parallel.test_multiprocess import GREEDY, SEEDED, tokens
 from tests.tiny_models import TinyModel
@@ -43,6 +43,7 @@ def test_a_cluster_of_its_own_is_started_and_stopped(
     before = children()
     llm = make_ray()
     assert ray.is_initialized()
+    assert all_on_loopback(descendants())  # lesson 27
     assert tokens(llm, GREEDY) == tokens(make_llm(tiny(MODEL).path), GREEDY)
     llm.close()
     assert not ray.is_initialized()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,3 +80,23 @@ def until(condition: Callable[[], Any], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def command(model: Any, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`nanovllm serve` as a process of its own: (process, address). Its log goes to a file, since a pipe that nobody
+    reads would stop it."""
+    words = [sys.executable, "-m", "nanovllm", "serve", "--model", str(model), "--device", "cpu", "--port", "0"]
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        with open(log.name, "wb") as written:
+            process = subprocess.Popen([*words, *options], stderr=written)
+        try:
+            text = ""
+            while " at http://127.0.0.1:" not in text:
+                assert process.poll() is None, text
+                time.sleep(0.05)
+                text += log.read()
+            yield process, text.split(" at ")[1].split("/v1")[0]
+        finally:
+            process.kill()
+            process.wait()

@@ -86,5 +86,5 @@ def test_the_key_may_come_from_the_environment(run: Run, monkeypatch: pytest.Mon
 def test_demo_serve(tmp_path: Path) -> None:
     clone = Clone(tmp_path)
     code, done, _ = clone.run("scripts/demo.sh", "--serve", "--port", "9000")
-    assert (code, done[-2:]) == (0, [f"install {clone.root}[server]", "ran nanovllm serve --port 9000"])
-    assert clone.run("scripts/demo.sh", "--serve")[1] == ["ran nanovllm serve"]
+    assert (code, done[-2:]) == (0, [f"install {clone.root}[server]", "ran nanovllm serve --events --port 9000"])
+    assert clone.run("scripts/demo.sh", "--serve")[1] == ["ran nanovllm serve --events"]

@@ -1,6 +1,6 @@
 """Many streaming clients at once, of which a third leave at random moments: nothing is lost, nothing leaks.
 
-NANOVLLM_CLIENTS=500 runs it with as many.
+NANOVLLM_CLIENTS=50 runs it with fewer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 
-CLIENTS = int(os.environ.get("NANOVLLM_CLIENTS", "100"))
+CLIENTS = int(os.environ.get("NANOVLLM_CLIENTS", "500"))
 TOKENS = 24
 
 
@@ -75,7 +75,7 @@ def test_a_crowd_with_random_leavers(llama: TinyModel) -> None:
         until(server.is_empty)
         gc.collect()
         before = resident_kb()
-        for seed in (1, 2):
+        for seed in (1,):
             again = asyncio.run(crowd(server, seed))
             assert len(again) >= CLIENTS // 3
             for number in first.keys() & again.keys():

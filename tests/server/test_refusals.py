@@ -113,7 +113,7 @@ def test_what_asks_for_nothing_passes(server: Running, body: type[Any]) -> None:
 
 
 def test_every_field_is_either_a_field_or_refused() -> None:
-    """No field may sit in the model and reach nothing."""
+    """Lesson 30: no field may sit in the model and reach nothing."""
     folder = Path(__file__).parents[2] / "nanovllm/server"
     used = {
         node.attr if isinstance(node, ast.Attribute) else node.value
@@ -171,6 +171,7 @@ def test_only_json_that_says_so(server: Running) -> None:
 
 
 def test_large_bodies(server: Running) -> None:
+    """Lesson 29: whether or not the length is announced."""
     limit = server.service.options.max_body_bytes
     with server.http() as http:
         headers = {"content-type": "application/json"}
@@ -182,6 +183,7 @@ def test_large_bodies(server: Running) -> None:
 
 
 def test_large_headers(server: Running) -> None:
+    """Lesson 29: h11 gives up at max_header_kb."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: ")
@@ -212,10 +214,12 @@ def test_api_key(llama: TinyModel) -> None:
 
 
 def test_the_key_is_compared_in_constant_time() -> None:
+    """Lesson 29."""
     assert "compare_digest" in inspect.getsource(Gate._may_enter)
 
 
 def test_an_unexpected_exception_says_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lesson 29: the text of exceptions was echoed to clients."""
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a secret path /home/x")
 

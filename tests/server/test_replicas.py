@@ -21,6 +21,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.server.options import ServerOptions
 from tests.cli.runner import make_runner
+from tests.parallel.processes import all_on_loopback, descendants
 from tests.server.rig import ENGINE, until
 from tests.tiny_models import TinyModel
 
@@ -32,7 +33,7 @@ KEY = "the key"
 def url(llama: TinyModel) -> Iterator[str]:
     """One Ray for all tests here: starting it takes longer than all of them."""
     from nanovllm.server.replicas import make_front, open_replicas
-    from nanovllm.server.run import address_of, listen, server_for
+    from nanovllm.server.run import Server, address_of, listen, uvicorn_config
 
     kept = {name: os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED")}
     os.environ.pop("RAY_ADDRESS", None)
@@ -40,7 +41,7 @@ def url(llama: TinyModel) -> Iterator[str]:
     options = ServerOptions(port=0, api_key=KEY, max_body_mb=0.1)
     config = EngineConfig.from_options(model=str(llama.path), **ENGINE)
     with open_replicas(config, options, 2) as replicas, contextlib.closing(listen(options)) as listener:
-        server = server_for(make_front(replicas, options), options)
+        server = Server(uvicorn_config(make_front(replicas, options), options))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield address_of(listener)
@@ -142,42 +143,13 @@ def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
     until(lambda: sum(running(http)) == 0)
 
 
-def listening(pids: set[int]) -> set[str]:
-    """Local addresses, in hexadecimal, of the listening sockets of these processes."""
-    owned = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                owned.add(os.readlink(link))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in owned:
-                found.add(fields[1].partition(":")[0])
-    return found
-
-
-def descendants(of: int) -> set[int]:
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = {of}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
 def test_everything_listens_on_the_loopback(http: httpx.Client) -> None:
     pids = {int(where(complete(http, char * 130)).rpartition("-")[2]) for char in "ab"}
     assert len(pids) == 2
-    family = descendants(os.getpid())
+    family = descendants()
     assert pids < family
-    addresses = listening(family)
-    assert addresses
-    assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert all_on_loopback(family)
 
 
 def test_a_killed_replica(http: httpx.Client) -> None:

@@ -39,6 +39,24 @@ def test_structured_outputs_in_a_stream(server: Running, client: openai.OpenAI) 
     assert "".join(chunk.choices[0].text for chunk in stream) in ("red rain", "blue")
 
 
+FORMS = [
+    ({"regex": "(ab|cd){2}"}, {"abab", "abcd", "cdab", "cdcd"}), ({"choice": ["red", "blue"]}, {"red", "blue"}),
+    ({"grammar": 'start: "x" ("y" | "z")'}, {"xy", "xz"}), ({"json": {"enum": [1, 2]}}, {"1", "2"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "texts"), FORMS, ids=["regex", "choice", "grammar", "json"])
+def test_every_kind_of_structure(
+    server: Running, client: openai.OpenAI, form: dict[str, object], texts: set[str]
+) -> None:  # fmt: skip
+    extra = {"structured_outputs": form}
+    whole = client.completions.create(model=server.model, prompt="a", n=4, max_tokens=60, extra_body=extra)
+    assert {choice.text.strip() for choice in whole.choices if choice.finish_reason == "stop"} <= texts
+    assert any(choice.finish_reason == "stop" for choice in whole.choices)
+    chat = client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=60, extra_body=extra)
+    assert chat.choices[0].message.content.strip() in texts
+
+
 def test_a_plain_text_format_asks_for_nothing(server: Running) -> None:
     body = {"messages": MESSAGES, "max_tokens": 3, "response_format": {"type": "text"}}
     assert server.post("/v1/chat/completions", body).status_code == 200

@@ -1,0 +1,54 @@
+"""What becomes of an option or a seed that the user left open."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.executor.expert_memory import batched_tokens_for_experts
+from nanovllm.hardware.device import Device
+from nanovllm.model_config import ModelConfig
+
+# Defaults by device: a CPU wants small steps (each takes long anyway) and little waste, a GPU wants large ones.
+DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
+DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
+
+
+def resolve_block_size(config: EngineConfig, device: Device) -> int:
+    if config.kvcache_block_size is not None:
+        return config.kvcache_block_size
+    if config.attn_backend == "flash":
+        return 256  # flash-attn 2 reads no smaller pages
+    return DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
+
+
+def default_batched_tokens(config: EngineConfig, model: ModelConfig, device: Device) -> int:
+    if model.moe is not None and device.is_gpu:
+        dtype = device.resolve_dtype(config.dtype, model.dtype)
+        return batched_tokens_for_experts(config, model, device, dtype)
+    return max(DEFAULT_BATCHED_TOKENS["gpu" if device.is_gpu else "cpu"], config.max_num_seqs)
+
+
+def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest text the model's rotary table is good for, unless the user asks for less."""
+    factor = model.rope.params.get("factor", 1.0)
+    trained = model.max_position_embeddings
+    if model.rope.kind in ("linear", "dynamic"):
+        trained = int(trained * factor)
+    elif model.rope.kind == "yarn":
+        trained = max(trained, int(model.rope.params.get("original_max_position_embeddings", trained) * factor))
+    if config.max_model_len is None:
+        return trained
+    if config.max_model_len > trained:
+        raise ConfigError(f"max_model_len={config.max_model_len}: this model reads at most {trained} tokens")
+    return config.max_model_len
+
+
+def derive_seed(engine_seed: int, request_number: int, user_seed: int | None, index: int) -> int:
+    """64 bits. A user's seed gives the same completions in every engine and batch; without one, the engine's seed and
+    the order of the requests decide, so that a whole run can be repeated."""
+    if user_seed is not None:
+        return (user_seed + index) % 2**64
+    text = f"{engine_seed} {request_number} {index}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

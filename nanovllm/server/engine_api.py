@@ -1,0 +1,133 @@
+"""What the page needs beside OpenAI's API: the feed of events and the controls of the engine.
+
+    GET  /, /static/FILE       the page (files.py)
+    GET  /engine/info          what runs, and whether it may be watched
+    GET  /engine/events        server-sent events of engine/watch.py, a snapshot first
+    POST /engine/control       {"action": "pause" | "resume" | "step"}
+    POST /engine/policy        {"policy": "fcfs" | "sjf"}
+
+Without --events only the first two answer. A reader that is slow loses events and gets a snapshot; one that leaves is
+forgotten at once; the engine waits for none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from nanovllm.engine.readers import Event, Mailbox, TraceFile
+from nanovllm.engine.watch import engine_info
+from nanovllm.errors import EngineDeadError
+from nanovllm.server.answers import EVENT_HEADERS
+from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.files import add_page
+from nanovllm.server.guard import ClientGone, Guard
+from nanovllm.server.protocol import Body
+from nanovllm.server.service import Service
+
+KEEP_ALIVE_SECONDS = 15.0  # a comment, before a proxy takes the silence for the end
+PACE_SECONDS = 0.02  # between two packets: a browser draws no more often, and each costs the event loop some 50 us
+
+
+class ControlBody(Body):
+    action: Literal["pause", "resume", "step"]
+
+
+class PolicyBody(Body):
+    policy: Literal["fcfs", "sjf"]
+
+
+ReadBody = Callable[[Request, Service, type[Any]], Awaitable[Any]]
+
+
+def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
+    """Not in the OpenAPI document: they are between this server and its page."""
+    add_page(app)
+    engine, options = service.engine, service.options
+    if options.trace is not None:
+        trace = TraceFile(options.trace, engine_info(engine.engine, service.model_name))
+        engine.attach(trace, stays=True).result()
+    watchers: set[Mailbox] = set()
+
+    def check_events() -> None:
+        if not options.events:
+            message = "this server may not be watched: start it with --events"
+            raise ApiError(404, message, code="events_off")
+
+    @app.get("/engine/info", include_in_schema=False)
+    async def info() -> dict[str, Any]:
+        return {"events": options.events, "replay": False, **engine_info(engine.engine, service.model_name)}
+
+    @app.get("/engine/events", include_in_schema=False, response_class=Response)
+    async def events() -> Response:
+        check_events()
+        service.check_alive()
+        return EventStream(service, watchers)
+
+    @app.post("/engine/control", include_in_schema=False)
+    async def control(request: Request) -> Response:
+        check_events()
+        body = await read(request, service, ControlBody)
+        if body.action == "step" and not engine.paused:
+            raise ApiError(400, "action: step needs a paused engine; pause it first", param="action")
+        await {"pause": engine.pause, "resume": engine.resume, "step": engine.step_once}[body.action]()
+        return JSONResponse({"paused": engine.paused})
+
+    @app.post("/engine/policy", include_in_schema=False)
+    async def policy(request: Request) -> Response:
+        check_events()
+        body = await read(request, service, PolicyBody)
+        await engine.set_policy(body.policy)
+        return JSONResponse({"policy": engine.engine.scheduler.policy.name})
+
+
+class EventStream(Response):
+    """One reader of the feed, from its first snapshot until it leaves or the server does."""
+
+    def __init__(self, service: Service, watchers: set[Mailbox]) -> None:
+        super().__init__()
+        self._service = service
+        self._watchers = watchers  # of all streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._service.options.max_watchers
+        if len(self._watchers) >= limit:
+            message = f"{limit} watch already (--max-watchers): close another page"
+            error = ApiError(429, message, code="too_many_watchers", headers={"Retry-After": "10"})
+            await error.response()(scope, receive, send)
+            return
+        box = Mailbox()
+        self._watchers.add(box)
+        try:
+            async with Guard(receive, float("inf")):
+                await self._stream(box, scope, receive, send)
+        except ClientGone:
+            pass
+        finally:
+            self._watchers.discard(box)
+            self._service.engine.detach(box)
+
+    async def _stream(self, box: Mailbox, scope: Scope, receive: Receive, send: Send) -> None:
+        engine = self._service.engine
+        try:
+            await asyncio.wrap_future(engine.attach(box))
+        except EngineDeadError as error:
+            await as_api_error(error).response()(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        while (events := await box.take(KEEP_ALIVE_SECONDS)) is not None:
+            body = b"".join(map(as_sse, events)) or b": keep-alive\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await asyncio.sleep(PACE_SECONDS)
+            if box.lost:  # asked for only now that this reader has taken what it was sent
+                await asyncio.wrap_future(engine.refresh(box))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def as_sse(event: Event) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.number, event.kind.encode(), event.line)

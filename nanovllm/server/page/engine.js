@@ -1,0 +1,275 @@
+// The Engine tab: one source of events (live or recorded), one Replay, and the panels that draw it.
+//
+// Events are applied when they come, however fast; panels are drawn once a frame, from the state. So a thousand steps a
+// second cost a thousand small updates and sixty drawings.
+
+import { json, call } from "./api.js";
+import { convoy, prefix } from "./demos.js";
+import { Explain } from "./explain.js";
+import { Live, Recording, parseTrace } from "./feed.js";
+import { Grid } from "./grid.js";
+import { History } from "./history.js";
+import { Plots } from "./plots.js";
+import { Queues } from "./queues.js";
+import { Replay } from "./replay.js";
+import { t } from "./words.js";
+import { Timeline } from "./timeline.js";
+
+export class Engine {
+  constructor(root, colors, info) {
+    this.root = root;
+    this.info = info;
+    this.colors = colors;
+    this.find = (role) => root.querySelector(`[data-role=${role}]`);
+    this.explain = new Explain(root, this.find("explain"));
+    const hover = (id) => this.setHighlight(id);
+    this.grid = new Grid(this.find("grid"), colors, this.explain, hover);
+    this.timeline = new Timeline(this.find("timeline"), colors, this.explain, hover);
+    this.queues = new Queues(root, colors, this.explain, hover);
+    this.plots = new Plots(root, colors);
+    this.history = new History();
+    this.live = new Live({
+      onConnect: () => this.meet(),
+      onEvent: (event) => this.apply(event),
+      onState: (state, why) => this.setFeed(state, why),
+    });
+    this.recording = null;
+    this.feedState = "lost";
+    this.replay = null;
+    this.shown = false;
+    this.wire();
+  }
+
+  // ---- events into state ----------------------------------------------------------------------------------------
+
+  begin(info) {
+    this.facts = info;
+    this.replay = new Replay(info);
+    this.history.clear();
+    this.grid.show(this.replay);
+  }
+
+  apply(event) {
+    this.replay.apply(event);
+    this.history.apply(event, this.replay);
+  }
+
+  // What a Recording asks of its target
+  reset() {
+    this.begin(this.facts);
+  }
+
+  toSnapshot() {
+    return this.replay.toSnapshot();
+  }
+
+  /** When the tab is first looked at: until then this page takes nobody's place among the watchers. */
+  async start() {
+    if (this.info.replay) {
+      await this.guarded(async () => this.record(await (await call("engine/trace")).text(), this.info.file ?? ""));
+    } else if (this.info.events) {
+      this.begin(this.info);
+      this.live.start();
+    }
+    this.refresh();
+  }
+
+  /** A server that went away may come back with another cache. */
+  async meet() {
+    const info = await json("engine/info");
+    const same = info.num_blocks === this.facts.num_blocks && info.block_size === this.facts.block_size;
+    this.info = info;
+    if (!same) this.begin(info);
+  }
+
+  record(text, name) {
+    let trace;
+    try {
+      trace = parseTrace(text);
+    } catch (error) {
+      this.say(t("error.trace", { name, why: error.message }), true);
+      return;
+    }
+    this.live.stop();
+    this.begin(trace.header);
+    this.recording = new Recording(trace, this);
+    this.find("seek").max = this.recording.length;
+    this.say(name);
+    this.refresh();
+  }
+
+  backToLive() {
+    this.recording = null;
+    this.say("");
+    this.begin(this.info);
+    this.live.start();
+    this.refresh();
+  }
+
+  setFeed(state, why) {
+    this.feedState = state;
+    if (why) this.say(why, true);
+    else if (this.find("message").classList.contains("bad")) this.say("");
+    this.refresh();
+  }
+
+  // ---- controls ---------------------------------------------------------------------------------------------------
+
+  wire() {
+    const click = (role, action) => this.find(role).addEventListener("click", () => this.guarded(action));
+    const control = (action) => json("engine/control", { body: { action } });
+    click("pause", () => control(this.replay.paused ? "resume" : "pause"));
+    click("step", () => control("step"));
+    for (const button of this.root.querySelectorAll("[data-policy]")) {
+      button.addEventListener("click", () => this.guarded(async () => {
+        await json("engine/policy", { body: { policy: button.dataset.policy } });
+        this.say(t("convoy.why"));
+      }));
+    }
+    click("convoy", () => this.demo(convoy));
+    click("prefix", () => this.demo(prefix));
+    click("live", () => this.backToLive());
+    click("zoom-in", () => this.grid.zoomBy(1.5));
+    click("zoom-out", () => this.grid.zoomBy(1 / 1.5));
+    click("play", () => this.play());
+    click("next", () => this.recording.forward());
+    click("back", () => this.recording.back());
+    this.find("seek").addEventListener("input", (event) => this.recording.seek(Number(event.target.value)));
+    this.find("speed").addEventListener("change", (event) => { this.recording.speed = Number(event.target.value); });
+    for (const input of this.root.querySelectorAll("input[type=file]")) {
+      input.addEventListener("change", async () => {
+        const [file] = input.files;
+        if (file) this.record(await file.text(), file.name);
+        input.value = "";        // so that the same file can be opened again
+      });
+    }
+    new ResizeObserver(() => this.layout()).observe(this.root);
+  }
+
+  async guarded(action) {
+    try {
+      await action();
+    } catch (error) {
+      this.say(error.message, true);
+    }
+    this.refresh();
+  }
+
+  async demo(run) {
+    const buttons = [this.find("convoy"), this.find("prefix")];
+    for (const button of buttons) button.disabled = true;
+    try {
+      await run(this.info, this.replay, (text) => this.say(text));
+    } finally {
+      for (const button of buttons) button.disabled = false;
+    }
+  }
+
+  play() {
+    const { recording } = this;
+    if (!recording.playing && recording.place >= recording.length) recording.seek(1);
+    recording.playing = !recording.playing;
+    recording.speed = Number(this.find("speed").value);
+  }
+
+  say(text, bad = false) {
+    const message = this.find("message");
+    message.textContent = text;
+    message.classList.toggle("bad", bad);
+  }
+
+  // ---- state onto the screen --------------------------------------------------------------------------------------
+
+  setHighlight(id) {
+    this.grid.setHighlight(this.replay?.seqs.has(id) ? id : null);  // one that is gone has no blocks to show
+    this.timeline.setHighlight(id);
+    this.queues.highlight = id;
+  }
+
+  layout() {
+    this.grid.layout();
+    this.timeline.layout();
+    this.plots.repaint();
+  }
+
+  /** After a change of language or theme. */
+  repaint() {
+    this.colors.read();
+    for (const panel of [this.grid, this.timeline, this.queues, this.plots]) panel.repaint();
+    this.explain.translate();
+    this.refresh();
+  }
+
+  show(shown) {
+    this.shown = shown;
+    if (!shown) return;
+    if (!this.started) {
+      this.started = true;
+      this.start();
+    }
+    this.layout();
+    if (this.loop) return;
+    this.loop = true;
+    let before = performance.now();
+    const frame = (now) => {
+      if (!this.shown) {
+        this.loop = false;
+        return;
+      }
+      this.recording?.tick(Math.min(0.25, (now - before) / 1000));
+      before = now;
+      this.draw(now);
+      requestAnimationFrame(frame);
+    };
+    requestAnimationFrame(frame);
+  }
+
+  draw(now) {
+    if (!this.replay) return;
+    this.grid.draw(now);
+    this.timeline.draw(this.history);
+    this.plots.draw(this.history);
+    this.queues.draw(this.replay, now);
+    if (this.refreshed !== this.replay.version) this.refresh();
+    if (this.recording) this.drawPlayer();
+  }
+
+  drawPlayer() {
+    const { recording } = this;
+    this.find("seek").value = recording.place;
+    this.find("clock").textContent = `${recording.time.toFixed(2)} / ${recording.duration.toFixed(2)} s`;
+    this.find("play").textContent = t(recording.playing ? "rep.pause" : "rep.play");
+  }
+
+  /** Everything of this tab that is words and buttons. */
+  refresh() {
+    const { replay, recording } = this;
+    this.refreshed = replay?.version;
+    const watching = Boolean(replay);
+    this.find("off").hidden = watching;
+    this.find("on").hidden = !watching;
+    this.find("off-error").textContent = this.info.error ?? "";
+    if (!watching) return;
+    this.find("live-controls").hidden = Boolean(recording);
+    this.find("demos").hidden = Boolean(recording);
+    this.find("player").hidden = !recording;
+    this.find("live").hidden = !recording || !this.info.events;
+    const state = recording ? "replay" : this.feedState === "live" && replay.paused ? "paused" : this.feedState;
+    const feed = this.find("feed");
+    if (feed.dataset.state !== state || feed.textContent !== t(state)) {
+      feed.dataset.state = state;
+      feed.textContent = t(state);
+    }
+    this.find("pause").textContent = t(replay.paused ? "ctl.resume" : "ctl.pause");
+    this.find("pause").dataset.x = replay.paused ? "resume" : "pause";
+    this.find("step").disabled = !replay.paused;
+    for (const button of this.root.querySelectorAll("[data-policy]")) {
+      button.setAttribute("aria-pressed", String(button.dataset.policy === replay.policyName));
+    }
+    const count = replay.numBlocks.toLocaleString();
+    this.find("grid-facts").textContent = t("grid.facts", { count, size: replay.blockSize });
+    this.find("step-count").textContent = replay.lastStep;
+    this.root.dataset.step = replay.lastStep;
+    this.root.dataset.owned = replay.numOwned;
+  }
+}

@@ -1,0 +1,339 @@
+"""Calls of functions: how the model is told of them, how it is made to write them well, how they are read from text.
+
+    messages = as_plain_text(messages, tools, form)      # for a chat template that knows no tools
+    source = grammar(form, body, tokenizer)              # what the sampler must keep to, or None: the model is free
+    reader = CallReader(form, names, ...)                # one for a completion
+    said = reader.feed(new_text, finished)               # what of it is content, what belongs to which call
+
+A call is the JSON object {"name": ..., "arguments": {...}}. Where it stands in a text differs between families of
+models (FORMS). What the client gets as a call names a function that was offered and has arguments that parse; all
+else that looks like one stays text, since a client can do nothing with half a call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.sampling.structured import JSON_SPACES
+from nanovllm.server.protocol import ChatBody, Tool, parse_object
+
+# A grammar writes exactly this, so what follows can be sent on while it is written.
+HEAD = re.compile(r'\{"name": "([\w-]+)", "(?:arguments|parameters)": ')
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a family of models writes calls."""
+
+    opener: str  # before a call, or before all of them
+    closer: str = ""  # after each call; without it the calls must be the whole text, and the opener may be missing
+    key: str = "arguments"  # of the arguments
+    between: str = ", "
+    around: tuple[str, str] = ("", "")  # a list of calls
+
+    @property
+    def is_tagged(self) -> bool:
+        return self.closer != ""
+
+    def write(self, calls: Sequence[dict[str, Any]]) -> str:
+        """As the model itself would have written them."""
+        objects = [json.dumps({"name": c["name"], self.key: c["arguments"]}, ensure_ascii=False) for c in calls]
+        if self.is_tagged:
+            objects = [f"{self.opener}\n{text}\n{self.closer}" for text in objects]
+        return self.around[0] + self.between.join(objects) + self.around[1]
+
+
+FORMS = {
+    "hermes": Form("<tool_call>", "</tool_call>", between="\n"),  # Hermes, Qwen
+    "mistral": Form("[TOOL_CALLS]", around=("[", "]")),
+    "llama": Form("<|python_tag|>", key="parameters", between="; "),  # Llama 3
+}
+
+
+# ---- what the model reads --------------------------------------------------------------------------------------------
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """A template may be one text or several by name; one that shows tools must say the word."""
+    return re.search(r"\btools\b", str(getattr(tokenizer, "chat_template", ""))) is not None
+
+
+def as_plain_text(messages: list[dict[str, Any]], tools: Sequence[Tool], form: Form) -> list[dict[str, Any]]:
+    """Tools in the system message, calls as the model would write them, results as the user's words. A small model may
+    not understand, but it has been told."""
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if calls := message.get("tool_calls"):
+            text = f"{text}\n{form.write([call['function'] for call in calls])}".lstrip("\n")
+        if role == "tool":
+            role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+            if told and told[-1]["content"].endswith("</tool_response>"):  # many templates want roles in turn
+                told[-1]["content"] += f"\n{text}"
+                continue
+        told.append({"role": role, "content": text, **({"name": message["name"]} if "name" in message else {})})
+    if tools:
+        first = told[0]["content"] + "\n\n" if told[0]["role"] == "system" else ""
+        told[: 1 if first else 0] = [{"role": "system", "content": first + _instructions(tools, form)}]
+    return told
+
+
+def _instructions(tools: Sequence[Tool], form: Form) -> str:
+    listed = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
+    example = form.write([{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}])
+    return (
+        f"These functions can be called, here as JSON with a schema of their parameters:\n{listed}\n"
+        f"To call one, answer with its name and its arguments in exactly this form, and nothing after it:\n{example}\n"
+        "What it returns comes in the next message. If no function helps, answer in words."
+    )
+
+
+# ---- what the model may write ----------------------------------------------------------------------------------------
+
+
+def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str | None:
+    """In llguidance's variant of Lark. None: whatever the model likes, which is read as far as it makes sense."""
+    if not body.binds_calls:
+        return None
+    first, rules = [], []
+    for number, tool in enumerate(body.offered):
+        head = json.dumps({"name": tool.function.name, form.key: 0})[:-2]
+        # A document of its own for each schema: its "#/$defs/..." mean its own root.
+        schema = json.dumps({**tool.arguments_schema, "x-guidance": JSON_SPACES}, ensure_ascii=False)
+        first.append(f'{json.dumps(head)} args_{number} "}}"')
+        rules.append(f"args_{number}: %json {schema}")
+    opener, closer = (_symbol(tag, tokenizer) for tag in (form.opener, form.closer))
+    one = f'{opener} "\\n" object "\\n" {closer}' if form.is_tagged else "object"
+    calls = "call" if body.one_call else f"call ({json.dumps(form.between)} call)*"
+    if form.around[0]:
+        calls = f"{json.dumps(form.around[0])} {calls} {json.dumps(form.around[1])}"
+    start = calls
+    if not body.must_call:
+        tag = re.escape(form.opener).replace("/", r"\/")
+        if form.is_tagged:
+            start = "TEXT call?" if body.one_call else "TEXT (call TEXT)*"
+            rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){tag}(?s:.*)/")
+        else:  # text that a reader cannot take for calls
+            start = f"TEXT | {calls}"
+            rules.append(rf"TEXT: /([^\[{{\s](?s:.*))?/ & ~/{tag}(?s:.*)/")
+    return "\n".join([f"start: {start}", f"call: {one}", "object: " + "\n  | ".join(first), *rules])
+
+
+def _symbol(tag: str, tokenizer: Any) -> str:
+    """A tag that is one token of the vocabulary cannot be spelt in letters: llguidance knows it by number only."""
+    number = tokenizer.get_added_vocab().get(tag)
+    return json.dumps(tag) if number is None else f"<[{number}]>"
+
+
+# ---- what the model wrote --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CallPiece:
+    """What is new of one call. The first piece of a call has its name."""
+
+    index: int
+    arguments: str
+    name: str | None = None
+
+    def as_delta(self) -> dict[str, Any]:
+        if self.name is None:
+            return {"index": self.index, "function": {"arguments": self.arguments}}
+        return {"index": self.index, **new_call(self.name, self.arguments)}
+
+
+def new_call(name: str, arguments: str) -> dict[str, Any]:
+    # Nine letters and digits: Mistral's templates refuse an id of any other length, and nobody else minds.
+    function = {"name": name, "arguments": arguments}
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+
+
+@dataclass
+class Said:
+    content: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+
+    def whole_calls(self) -> list[dict[str, Any]]:
+        texts: dict[int, list[str]] = {}
+        for piece in self.calls:
+            texts.setdefault(piece.index, [piece.name] if piece.name else []).append(piece.arguments)
+        return [new_call(name, "".join(parts)) for name, *parts in texts.values()]
+
+
+class Braces:
+    """Looks for the end of a JSON object that begins with the first character it is fed."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def end(self, text: str) -> int | None:
+        for at, char in enumerate(text):
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+class CallReader:
+    """Reads the text of one completion as it comes. `has_grammar`: calls are sure to be well-formed, so arguments are
+    passed on as they are written; else a call is held until it is whole. `must_call`: there is nothing but calls."""
+
+    def __init__(
+        self, form: Form, names: Sequence[str], *, must_call: bool, has_grammar: bool, one_call: bool
+    ) -> None:  # fmt: skip
+        self._form = form
+        self._names = frozenset(names)
+        self._must_call = must_call
+        self._has_grammar = has_grammar
+        self._most = 1 if one_call else 1 << 30
+        self.num_calls = 0
+        self._rest = ""  # not read yet
+        self._lead = ""  # tags and brackets since the last call: content after all, if no call follows
+        self._after_call = False  # line ends and a closing tag are no content
+        self._is_plain = False  # a form without tags, and this text is not (or no longer) a list of calls
+        self._object: list[str] | None = None  # what led to the object that is open, and its parts
+        self._braces = Braces()
+        self._head: str | None = None  # of that object, until HEAD is found in it
+
+    def feed(self, text: str, finished: bool) -> Said:
+        said = Said()
+        self._rest += text
+        while self._rest and self._advance(said):
+            pass
+        if finished:
+            self._release(said)
+        if self._must_call:
+            said.content = ""
+        return said
+
+    def _advance(self, said: Said) -> bool:
+        """One step through the text; False if more of it is needed."""
+        if self._object is not None:
+            return self._in_object(self._object, said)
+        if self._is_plain:
+            said.content, self._rest = said.content + self._rest, ""
+            return False
+        if self._must_call:
+            return self._open_at(self._rest.find("{"))
+        if not self._form.is_tagged:
+            return self._in_list(said)
+        if self._after_call:
+            return self._past_closer()
+        return self._past_opener(said) if self._lead else self._in_text(said)
+
+    def _in_text(self, said: Said) -> bool:
+        """Content, up to a tag that opens a call."""
+        opener = self._form.opener
+        before, found, after = self._rest.partition(opener)
+        if not found:  # the end of the text may be the beginning of a tag
+            kept = next((n for n in range(len(opener) - 1, 0, -1) if before.endswith(opener[:n])), 0)
+            before, after = before[: len(before) - kept], before[len(before) - kept :]
+        said.content, self._rest, self._lead = said.content + before, after, found
+        return bool(found)
+
+    def _past_opener(self, said: Said) -> bool:
+        blank = len(self._rest) - len(self._rest.lstrip())
+        if self._rest[blank:].startswith("{"):
+            return self._open_at(blank)
+        if blank < len(self._rest):  # something else: no call
+            said.content, self._lead = said.content + self._lead, ""
+            return True
+        return False
+
+    def _past_closer(self) -> bool:
+        closer = self._form.closer
+        self._rest = self._rest.lstrip()
+        if self._rest.startswith(closer):
+            self._rest = self._rest[len(closer) :]
+        elif closer.startswith(self._rest):
+            return False
+        else:
+            self._after_call = False
+        return True
+
+    def _in_list(self, said: Said) -> bool:
+        """Before, between and after calls that are the whole text."""
+        opener, text = self._form.opener, self._rest.lstrip()
+        if not self.num_calls and not self._lead and opener.startswith(text[: len(opener)]):
+            if len(text) < len(opener):
+                return False
+            self._lead, self._rest = opener, text[len(opener) :]
+            return True
+        at = next((i for i, char in enumerate(self._rest) if char not in " \n\t[],;"), -1)
+        if at >= 0 and self._rest[at] != "{":
+            self._is_plain = True
+            said.content, self._lead = said.content + self._lead, ""
+            return True
+        return self._open_at(at)
+
+    def _open_at(self, at: int) -> bool:
+        """An object begins there; -1: not yet."""
+        if at < 0:
+            self._lead, self._rest = self._lead + self._rest, ""
+            return False
+        self._object = [self._lead + self._rest[:at]]
+        self._rest, self._lead = self._rest[at:], ""
+        self._braces, self._head = Braces(), ""
+        return True
+
+    def _in_object(self, parts: list[str], said: Said) -> bool:
+        end = self._braces.end(self._rest)
+        part, self._rest = self._rest[:end], "" if end is None else self._rest[end:]
+        parts.append(part)
+        if self._has_grammar:
+            self._pass_on(part if end is None else part[:-1], said)
+        if end is None:
+            return False
+        self._object = None
+        if self._has_grammar or self._take("".join(parts[1:]), said):
+            self.num_calls += 1
+            self._after_call = True
+        else:
+            said.content += "".join(parts)
+            self._is_plain = not self._form.is_tagged
+        return True
+
+    def _pass_on(self, part: str, said: Said) -> None:
+        if self._head is None:
+            said.calls.append(CallPiece(self.num_calls, part))
+            return
+        self._head += part
+        if found := HEAD.match(self._head):
+            said.calls.append(CallPiece(self.num_calls, self._head[found.end() :], found[1]))
+            self._head = None
+
+    def _take(self, text: str, said: Said) -> bool:
+        """A whole object without a grammar: is it a call?"""
+        value = parse_object(text)
+        value = value if isinstance(value, dict) else {}
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+            return False
+        if self.num_calls < self._most:  # beyond it nobody asked for calls, and as content they would be noise
+            said.calls.append(CallPiece(self.num_calls, json.dumps(arguments, ensure_ascii=False), name))
+        return True
+
+    def _release(self, said: Said) -> None:
+        """The end: what was held back and became nothing is content, except the crumbs of calls."""
+        held = self._lead + self._rest
+        if self._object is not None and not (self._has_grammar and self._head is None):
+            held = "".join(self._object)
+        crumbs = held.strip(" \n\t[],;")
+        if self.num_calls and (not crumbs or self._form.closer.startswith(crumbs)):
+            held = ""
+        said.content += held
+        self._rest, self._lead, self._object = "", "", None

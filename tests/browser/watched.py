@@ -1,0 +1,86 @@
+"""A page under watch, and the few things that tests do with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.server.rig import Running
+
+STATE = "() => window.nanovllm.engine.replay?.toSnapshot()"
+
+
+class Watched:
+    def __init__(self, page: Any, origin: str) -> None:
+        self.page = page
+        self.faults: list[str] = []
+        self.expected: tuple[str, ...] = ()  # what a fault may contain: a test that provokes a 401 says so
+        page.on("console", lambda message: self._see(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.faults.append(f"exception: {error}"))
+        page.on("request", lambda request: self._place(request.url, origin))
+
+    def _see(self, text: str) -> None:
+        if not any(part in text for part in self.expected):
+            self.faults.append(text)
+
+    def _place(self, url: str, origin: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("data", "blob") and parts.netloc != origin:
+            self.faults.append(f"a request to another place: {url}")
+
+    def check(self) -> None:
+        assert not self.faults, self.faults
+
+    def open(self, url: str, started: bool = True) -> None:
+        self.page.goto(url)
+        if started:
+            self.page.wait_for_selector("html[data-started]")
+
+    def find(self, role: str) -> Any:
+        return self.page.locator(f"main:not([hidden]) [data-role={role}]")
+
+    def tab(self, name: str) -> None:
+        self.page.click(f"#tab-{name}")
+
+    def watch_engine(self) -> None:
+        self.tab("engine")
+        self.page.wait_for_selector("[data-role=feed][data-state=live], [data-role=feed][data-state=paused]")
+
+    def state(self) -> Any:
+        return self.page.evaluate(STATE)
+
+    # The page's policy forbids what wait_for_function does (evaluating text), and that is as it should be.
+    def until(self, condition: Callable[[], Any], seconds: float = 20) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, "waited too long"
+            self.page.wait_for_timeout(20)
+        return found
+
+    def scrolls_sideways(self) -> list[str]:
+        """Elements that are wider than what shows them, other than those made to scroll."""
+        return self.page.evaluate("""() => [...document.querySelectorAll("body, main, main *")]
+            .filter(e => e.getClientRects().length)
+            .filter(e => !e.closest("pre, .grid-box, select, textarea, .seq-bar, canvas, label.button"))
+            .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
+            .map(e => e.outerHTML.slice(0, 80))""")
+
+
+def snapshot_of(server: Running) -> dict[str, Any]:
+    """What the server tells a reader that comes now."""
+    with server.http() as client, client.stream("GET", "/engine/events") as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data:"):
+                return json.loads(line.removeprefix("data:"))
+    raise AssertionError("no snapshot came")
+
+
+def canonical(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """What must agree: everything but the time, the order of sets, and the order among those who run."""
+    told = {name: value for name, value in snapshot.items() if name not in ("type", "t")}
+    told["held"] = sorted(zip(told["held"], told.pop("until")))
+    told["seqs"] = sorted(told["seqs"], key=lambda seq: seq["id"])
+    return {**told, "cached": sorted(told["cached"]), "published": sorted(told["published"])}
