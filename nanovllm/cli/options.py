@@ -134,7 +134,7 @@ ENGINE = OptionGroup(
         "expert_cpu_misses": "Compute a missing expert on the CPU if one or two tokens want it; changes last digits.",
         "enforce_eager": "Do not capture GPU graphs: starts faster, runs slower.",
         "tensor_parallel_size": "Over how many GPUs (or CPU processes) to split the model.",
-        "expert_parallel_size": "Over how many groups of those ranks to spread whole experts; 1: each has a share of all.",
+        "expert_parallel_size": "Over how many groups to spread whole experts; 1: each has a share of all.",
         "distributed_executor_backend": "Where the ranks run: in this process, in processes of this machine, on a Ray "
         f"cluster, or where torchrun started them; default: the simplest that does. {_one_of(EXECUTORS)}",
         "worker_timeout": "Seconds after which a rank that does not answer is given up.",
