@@ -57,9 +57,15 @@ def cpu_table(results: list[dict[str, Any]], words: Words) -> str | None:
     return f"{_markdown(columns, rows)}\n\n{_where(report, words)}"
 
 
+def _is_offloaded(report: dict[str, Any]) -> bool:
+    """Bound by the link, not by the card: docs/moe.md has those."""
+    return report["engine"].get("experts", {}).get("placement") == "offload"
+
+
 def gpu_tables(results: list[dict[str, Any]], words: Words) -> str | None:
     peers = [r for r in results if "peer" in r]
-    newest = {Path(r["engine"]["model"]).name: r for r in results if r.get("benchmark") == "workloads"}
+    ours = [r for r in results if r.get("benchmark") == "workloads" and not _is_offloaded(r)]
+    newest = {Path(r["engine"]["model"]).name: r for r in ours}
     parts = []
     for model, report in newest.items():
         known = [p for p in peers if p["hardware"] == report["hardware"] and model in p["results"]]

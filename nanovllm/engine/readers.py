@@ -72,7 +72,8 @@ class Mailbox:
         finally:
             timer.cancel()
         with self._lock:
-            self._changed.clear()
+            if not self._ended:  # the end may have come with the last events: nobody will wake the next call
+                self._changed.clear()
             events = list(self._events)
             self._events.clear()
             return None if self._ended and not events else events

@@ -109,6 +109,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "step": {
         "step": _count, "k": _count,
         "entries": _list_of(_row(_count, _count, _count, _count, _BLOCKS, lambda value, _: value in (0, 1))),
+        "decodes": _IDS,
         "arrivals": _list_of(_row(_count, _count)), "left": _LEFT, "published": _BLOCKS, "evicted": _BLOCKS,
         "waiting": _IDS, "num_waiting": _count, **_COUNTS,
     },
@@ -211,7 +212,8 @@ class Replay:
             seq.status = "running"
             seq.cached = seq.cached if seq.preemptions else num_cached
         more = event["k"] - 1
-        for seq_id, start, num_new, first_block, blocks, samples in event["entries"]:
+        decodes = ((i, self._seq(i).computed, 1, len(self._seq(i).blocks), [], 1) for i in event["decodes"])
+        for seq_id, start, num_new, first_block, blocks, samples in (*event["entries"], *decodes):
             seq = self._seq(seq_id)
             _expect(seq.status == "running", f"sequence {seq_id} computes but does not run")
             _expect(first_block == len(seq.blocks), f"sequence {seq_id}: its block table has a gap")

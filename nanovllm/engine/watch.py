@@ -259,9 +259,14 @@ class Feed:
             return {"type": "left", "left": pairs, "free": counts[0]} if pairs else None
         arrived = {arrival.seq_id for arrival in plan.arrivals}
         self._running |= arrived
-        entries = [(e.seq_id, e.start, e.num_new, e.first_block, e.block_ids, int(e.samples)) for e in plan.entries]
+        # Of most entries the id says all: one more token, behind the last, no new block. Written out, 256 of them made
+        # steps 2 % longer on an H200's host; as ids they are a sixth of the work.
+        told = [e for e in plan.entries if e.block_ids or e.num_new != 1 or not e.samples or e.seq_id in arrived]
+        named = {e.seq_id for e in told}
+        decodes = [e.seq_id for e in plan.entries if e.seq_id not in named]
+        entries = [(e.seq_id, e.start, e.num_new, e.first_block, e.block_ids, int(e.samples)) for e in told]
         return {
-            "step": plan.step_id, "k": plan.num_steps, "entries": entries,
+            "step": plan.step_id, "k": plan.num_steps, "entries": entries, "decodes": decodes,
             # What is not computed was found: a sequence that arrives starts behind its cached tokens.
             "arrivals": [(seq_id, start) for seq_id, start, *_ in entries if seq_id in arrived] if arrived else [],
             "left": pairs, "published": published, "evicted": evicted, "waiting": line, "num_waiting": num_waiting,

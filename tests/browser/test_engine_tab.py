@@ -358,8 +358,8 @@ LARGE = """async () => {
     let steps = 0;
     for (let n = 0; n < 30; n += 1) {
         const entries = seqs.map(({ id }) => [id, 1600 + n, 1, n ? 101 : 100, n ? [] : [16000 + id], 1]);
-        engine.apply({ type: "step", ...same, step: 2 + n, k: 1, entries, arrivals: [], left: [], published: [],
-            evicted: [], waiting: [] });
+        engine.apply({ type: "step", ...same, step: 2 + n, k: 1, entries, decodes: [], arrivals: [], left: [],
+            published: [], evicted: [], waiting: [] });
         steps += timed(() => engine.draw(performance.now()));
         engine.apply({ type: "done", t: n, step: 2 + n, ms: 1, tokens: 64, left: [], published: [], free: 0 });
     }

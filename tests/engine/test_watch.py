@@ -392,6 +392,7 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "run.jsonl"
+    caplog.set_level("WARNING", logger="nanovllm")
     trace = TraceFile(path, HEADER)
     file = trace._file
 
@@ -419,6 +420,7 @@ def test_a_trace_ends_at_its_limit(
 ) -> None:
     path = tmp_path / "run.jsonl"
     monkeypatch.setattr(readers, "MAX_TRACE_BYTES", 1000)
+    caplog.set_level("WARNING", logger="nanovllm")
     trace = TraceFile(path, HEADER)
     for number in range(100):
         trace.put(Event(number, "pause", b"x" * 99))
@@ -428,8 +430,9 @@ def test_a_trace_ends_at_its_limit(
 
 
 STEP = {
-    "type": "step", "t": 1, "step": 2, "k": 1, "entries": [], "arrivals": [], "left": [], "published": [],
-    "evicted": [], "waiting": [], "num_waiting": 0, "free": 6, "hits": 0, "queries": 8, "preemptions": 0,
+    "type": "step", "t": 1, "step": 2, "k": 1, "entries": [], "decodes": [], "arrivals": [], "left": [],
+    "published": [], "evicted": [], "waiting": [], "num_waiting": 0, "free": 6, "hits": 0, "queries": 8,
+    "preemptions": 0,
 }  # fmt: skip
 WRONG = [
     (b"{", "not JSON"), (b"[" * 100_000, "not JSON"), (b"3", "not an event"), (b'{"type":"header"}', "not an event"),
@@ -447,6 +450,8 @@ WRONG = [
     (json.dumps({**STEP, "entries": [[0, 8, 1, 0, [5], 1]]}).encode(), "gap"),
     (json.dumps({**STEP, "entries": [[0, 8, 1, 2, [8], 1]]}).encode(), "entries"),
     (json.dumps({**STEP, "entries": [[0, 8, 1, 2, [], 1, 1]]}).encode(), "entries"),
+    (json.dumps({**STEP, "decodes": [7]}).encode(), "sequence 7 was never added"),
+    (json.dumps({**STEP, "decodes": [True]}).encode(), "decodes"),
     (json.dumps({**STEP, "step": 1}).encode(), "not the newest"),
     (b'{"type":"done","t":1,"step":7,"ms":1,"tokens":1,"left":[],"published":[],"free":6}', "not the oldest"),
     (b'{"type":"add","t":1,"id":0,"request":"r","prompt":1,"max_tokens":1}', "added twice"),

@@ -47,9 +47,9 @@ def test_engines_leave_nothing_behind(tiny: Callable[[str], TinyModel], size: in
             print(f"{size} ranks, {cycle + 1 - WARM} cycles: {held()}, before: {before}", flush=True)
     after = held()
     print(f"{size} ranks, {CYCLES} cycles: {after}, before: {before}", flush=True)
-    for name in ("files", "threads", "processes"):
-        assert after[name] <= before[name], (name, before, after)
-    # Others on this machine make shared memory too; an engine that leaked would leave one each cycle. The allocator's
-    # arenas settle within some tens of MiB.
-    assert after["shared_memory"] < before["shared_memory"] + CYCLES
+    # Libraries that other tests loaded into this process (Ray) and other programs of this machine open and close things
+    # of their own; an engine that leaked would leave at least one each cycle. The allocator's arenas settle within some
+    # tens of MiB.
+    for name in ("files", "threads", "processes", "shared_memory"):
+        assert after[name] < before[name] + CYCLES, (name, before, after)
     assert after["mib"] < before["mib"] + 32 + CYCLES // 10, (before, after)

@@ -18,7 +18,7 @@ export class History {
 
   /** After `replay` took the event. */
   apply(event, replay) {
-    if (event.type === "step" && event.entries.length) this.planned(event);
+    if (event.type === "step" && event.entries.length + event.decodes.length) this.planned(event);
     else if (event.type === "done") this.ended(event, replay);
     else if (event.type === "snapshot") this.recent = [];  // perhaps of an engine that was started anew, with its clock
   }
@@ -30,6 +30,7 @@ export class History {
       const isDecode = numNew === 1 && Boolean(samples);
       return [id, isDecode ? event.k : numNew, isDecode];
     });
+    for (const id of event.decodes) parts.push([id, event.k, true]);
     const chunks = parts.filter((part) => !part[2]);
     keep(this.steps, {
       id: event.step, parts, tokens: sum(parts), prefill: sum(chunks), chunks: chunks.length, ms: null,

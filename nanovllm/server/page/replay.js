@@ -93,6 +93,11 @@ export class Replay {
       this.feed(seq, start + numNew + event.k - 1);
       if (samples) seq.tokens = seq.computed + 1;  // sure to come, though not known yet
     }
+    for (const id of event.decodes) {  // one token behind the last, no new block: the id says all
+      const seq = this.seqs.get(id);
+      this.feed(seq, seq.computed + event.k);
+      seq.tokens = seq.computed + 1;
+    }
     this.publish(event.published);
     this.flights.push(event.step);
     this.lastStep = event.step;
