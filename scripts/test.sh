@@ -20,6 +20,7 @@ check() { # NAME COMMAND...
 
 check ruff "$VENV/bin/python" -m ruff check .
 check mypy "$VENV/bin/python" -m mypy
-check pytest "$VENV/bin/python" -m pytest --durations=10 "$@"
+# Whole files go to two processes: most tests are small and use one core.
+check pytest "$VENV/bin/python" -m pytest -n 2 --dist loadfile --durations=10 "$@"
 printf '\n%s' "$summary"
 exit "$status"

@@ -20,7 +20,7 @@ Spread experts (moe/spread.py) replace a sparse layer's all-reduce by all-to-all
 2 T k H b (n - 1) / n^2 times n / e bytes, and a gather of T H b (n - 1) / n; and the host must look at counts before.
 
 Computing and talking take turns, as they do in the engine. The rest (launches, sampling, scheduling) is not in here: on
-one H200 the engine takes 1.05 to 1.31 times as long as this says (docs/scaling.md).
+one H200 the engine takes 1.04 to 1.31 times as long as this says (docs/scaling.md).
 """
 
 from __future__ import annotations

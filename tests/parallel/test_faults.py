@@ -166,6 +166,7 @@ def fail(*_):
     raise RuntimeError("an exception in generate")
 
 signal.signal(signal.SIGALRM, fail)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, max_num_seqs=16, num_kvcache_blocks=128)
 print(llm.engine.executor._workers[0].process.pid, flush=True)
 params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
