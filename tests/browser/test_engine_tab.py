@@ -128,9 +128,8 @@ def test_the_convoy_effect_is_seen(page: Watched, server: Running) -> None:
     page.watch_engine()
     began = page.state()["step"]
     page.find("convoy").click()
-    page.page.wait_for_selector("[data-role=convoy]:disabled")
-    page.page.wait_for_selector("[data-role=convoy]:enabled", timeout=60_000)
-    assert "with sjf" in page.find("message").inner_text()
+    page.until(lambda: "with sjf" in page.find("message").inner_text(), 60)
+    page.page.wait_for_selector("[data-role=convoy]:enabled")
     steps = page.page.evaluate("nanovllm.engine.history.steps")
     steps = [step for step in steps if step["id"] > began]
     long_first = [[tokens for _, tokens, _ in step["parts"]] for step in steps if step["prefill"] > 12]
@@ -144,11 +143,15 @@ def test_the_convoy_effect_is_seen(page: Watched, server: Running) -> None:
 def test_a_shared_prefix_is_seen(page: Watched, server: Running) -> None:
     page.watch_engine()
     page.find("prefix").click()
-    page.page.wait_for_selector("[data-role=prefix]:disabled")
-    page.page.wait_for_selector("[data-role=prefix]:enabled", timeout=60_000)
-    text = page.find("message").inner_text()
-    found, total = (int(word) for word in text.replace(".", "").split() if word.isdecimal())
-    assert 0 < found < total, text
+
+    def numbers() -> list[int]:
+        text = page.find("message").inner_text()
+        return [int(word) for word in text.replace(".", "").split() if word.isdecimal()]
+
+    # Not by the button, which is disabled meanwhile: that may be too short to be seen.
+    page.until(lambda: len(numbers()) == 2)
+    found, total = numbers()
+    assert 0 < found < total
     until(server.is_empty)
 
 
