@@ -18,7 +18,8 @@ from nanovllm.bench.report import Series, plot_lines, print_table
 from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
 from nanovllm.bench.workload import Lengths, Shape, Workload
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine, resolve_block_size, resolve_max_model_len
+from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device, is_out_of_memory
 from nanovllm.hardware.parallel import Parallel

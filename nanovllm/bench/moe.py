@@ -34,14 +34,16 @@ from nanovllm.bench.report import Series, plot_lines, print_table
 from nanovllm.bench.throughput import engine_facts
 from nanovllm.bench.workload import Lengths, make_workload
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine, resolve_max_model_len
+from nanovllm.engine.defaults import resolve_max_model_len
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.hardware.bandwidth import host_to_device_bandwidth
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.cache import ExpertCache, ExpertStats
+from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.layer import MoeLayer
-from nanovllm.moe.sizing import GIB, ModelFacts
+from nanovllm.moe.sizing import GIB
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model

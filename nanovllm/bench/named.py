@@ -22,8 +22,8 @@ from nanovllm.bench.throughput import run_workload
 from nanovllm.bench.workload import Lengths, Workload, make_workload
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
+from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.layer import MoeLayer
-from nanovllm.moe.sizing import ModelFacts
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine

@@ -16,7 +16,7 @@ from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.select import attention_backend_info, select_backend
 from nanovllm.bench.report import versions
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import resolve_block_size, resolve_max_model_len
+from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.executor.kv_cache import CacheLayout, block_bytes
 from nanovllm.hardware.device import Device

@@ -34,7 +34,8 @@ from nanovllm.cli.scaling_tables import (
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, ModelFacts, Tiers, Wants, gib
+from nanovllm.moe.facts import ModelFacts
+from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, Tiers, Wants, gib
 from nanovllm.moe.speed import Links, Speed, predict
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def make_table(plan: Plan) -> str:
 
 
 def read_facts(config: EngineConfig) -> ModelFacts:
-    from nanovllm.engine.llm_engine import resolve_max_model_len
+    from nanovllm.engine.defaults import resolve_max_model_len
     from nanovllm.models.registry import find_family
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model

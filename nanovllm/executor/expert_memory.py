@@ -28,8 +28,9 @@ from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import available_host_bytes
 from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig
+from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.offload import Offload, OffloadOptions
-from nanovllm.moe.sizing import GIB, Memory, ModelFacts, Tiers, Wants, default_step_tokens, gib, size_tiers
+from nanovllm.moe.sizing import GIB, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_layout import ExpertLayout
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import MakeExperts
-from nanovllm.moe.lowrank import resident_experts
+from nanovllm.moe.layer import MakeExperts, resident_experts
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_layout import ExpertLayout, layouts_of
 from nanovllm.weights.svd_checkpoint import SvdCheckpoint, find_svd_folder, read_svd_metadata

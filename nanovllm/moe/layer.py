@@ -76,6 +76,12 @@ class ResidentExperts(Factors):
         return self.ops.expert_pairs(z, gate_up, down, slots, weights, between=self.between)
 
 
+def resident_experts(layouts: dict[int, ExpertLayout]) -> MakeExperts:
+    """`Parts.experts` for a model with these layouts by layer. V of low-rank experts is stacked as dense experts are,
+    so kernels, slots, copies and captured pieces are theirs with other sizes (weights/expert_layout.py)."""
+    return lambda layer, moe, hidden, build: ResidentExperts(moe, hidden, build, layouts[layer])
+
+
 def expert_parts(num_experts: int) -> dict[str, str]:
     """gate and up of expert 0, then of expert 1, ...: an expert is one contiguous piece of the stack."""
     return {f"{e}.{which}": which for e in range(num_experts) for which in (GATE, UP)}

@@ -25,7 +25,7 @@ from itertools import accumulate
 
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.facts import ModelFacts as ModelFacts
+from nanovllm.moe.facts import ModelFacts
 
 GIB = 2**30
 CONTEXT_BYTES = 512 << 20  # what a CUDA context takes of a card before the first tensor: 0.3 to 0.6 GB by card

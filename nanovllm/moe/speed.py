@@ -21,7 +21,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanovllm.moe.sizing import ModelFacts, Tiers
+from nanovllm.moe.facts import ModelFacts
+from nanovllm.moe.sizing import Tiers
 
 SKEWED = ((0.0, 0.0), (0.25, 0.49), (0.5, 0.70), (0.75, 0.87), (1.0, 1.0))  # (share of experts cached, hit rate)
 

@@ -9,7 +9,6 @@ off; /openapi.json is there.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any, TypeVar
 
@@ -23,8 +22,8 @@ from nanovllm import __version__
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.server.answers import ChatAnswer, CompletionAnswer
 from nanovllm.server.engine_api import add_engine_routes
-from nanovllm.server.errors import ApiError, as_api_error, timed_out
-from nanovllm.server.guard import Gate
+from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.guard import SMALL_BODY, Gate, read_bytes
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.openapi import describe_bodies
 from nanovllm.server.prompts import detokenize, tokenize
@@ -32,8 +31,6 @@ from nanovllm.server.protocol import Body, ChatBody, CompletionBody, DetokenizeB
 from nanovllm.server.service import Service
 
 logger = logging.getLogger("nanovllm")
-BODY_SECONDS = 30.0  # to send a body: who sends a byte a minute would hold a connection for ever
-SMALL_BODY = 2**16  # bytes parsed at once, in about a millisecond
 BodyT = TypeVar("BodyT", bound=Body)
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/tokenize": TokenizeBody,
@@ -112,29 +109,10 @@ async def read(request: Request, service: Service, kind: type[BodyT]) -> BodyT:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError(415, "Content-Type: must be application/json", param="Content-Type")
-    try:
-        raw = await asyncio.wait_for(_read_bytes(request, service.options.max_body_bytes), BODY_SECONDS)
-    except (asyncio.TimeoutError, TimeoutError):
-        raise timed_out("sending the body", BODY_SECONDS) from None
+    raw = await read_bytes(request, service.options.max_body_bytes)
     if len(raw) <= SMALL_BODY:
         return kind.model_validate_json(raw)
     return await service.encode(lambda: kind.model_validate_json(raw))
-
-
-async def _read_bytes(request: Request, limit: int) -> bytes:
-    announced = request.headers.get("content-length", "")
-    parts: list[bytes] = []
-    size = int(announced) if announced.isdecimal() else 0
-    if size <= limit:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                break
-            parts.append(part)
-    if size > limit:
-        raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-    return b"".join(parts)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""What surrounds a request: whose it is (Gate), and when its work ends early (Guard)."""
+"""What surrounds a request: whose it is (Gate), how much it may send (read_bytes), when its work ends early (Guard)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,43 @@ import uuid
 from types import TracebackType
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError, timed_out
 from nanovllm.server.options import ServerOptions
 
+BODY_SECONDS = 30.0  # to send a body: who sends a byte a minute would hold a connection for ever
+SMALL_BODY = 2**16  # bytes parsed at once, in about a millisecond; larger ones in a thread
 NEEDS_NO_KEY = re.compile(r"/health|/|/static/[^/]*|/source/.*")  # and the page, which asks for the key itself
 
 
 class ClientGone(Exception):
     """Nobody is left to answer."""
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The body, if it is not too large and comes in time."""
+    try:
+        return await asyncio.wait_for(_collect(request, limit), BODY_SECONDS)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise timed_out("sending the body", BODY_SECONDS) from None
+
+
+async def _collect(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    parts: list[bytes] = []
+    size = int(announced) if announced.isdecimal() else 0
+    if size <= limit:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                break
+            parts.append(part)
+    if size > limit:
+        raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    return b"".join(parts)
 
 
 class Gate:

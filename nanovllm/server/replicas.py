@@ -39,17 +39,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.executor.ray_cluster import join_ray
-from nanovllm.server.errors import INTERNAL, ApiError, timed_out
-from nanovllm.server.guard import ClientGone, Gate, Guard
+from nanovllm.hardware.parallel import LOOPBACK
+from nanovllm.server.errors import INTERNAL, ApiError
+from nanovllm.server.guard import SMALL_BODY, ClientGone, Gate, Guard, read_bytes
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.prefix_router import PrefixRouter, body_keys
 from nanovllm.weights.resolve import resolve_model
 
 logger = logging.getLogger("nanovllm")
-LOOPBACK = "127.0.0.1"
-SMALL_BODY = 2**16  # bytes whose prompt is found at once; that of larger ones in a thread
-BODY_SECONDS = 30.0  # to send a body
 FACT_SECONDS = 5.0  # for /health and the like: a monitor wants an answer, not a place in a queue
 SLACK = 5.0  # seconds that a replica gets to say itself that a request took too long
 SAID_BY_REPLICA = b"x-nanovllm-replica"  # in every answer: where it came from
@@ -177,7 +175,7 @@ class Front:
             await send(message)
 
         try:
-            body = await self._read(request)
+            body = await read_bytes(request, self._options.max_body_bytes)
             async with Guard(receive, FACT_SECONDS if is_fact else self._options.request_timeout + SLACK):
                 if scope["path"] == "/metrics" and is_fact:
                     await (await self._metrics(scope))(scope, receive, noting_send)
@@ -187,21 +185,6 @@ class Front:
             logger.info("request %s: the client left", scope["request_id"])
         except Exception as error:
             await self._fail(error, started, scope, receive, send)
-
-    async def _read(self, request: Request) -> bytes:
-        async def collect() -> bytes:
-            parts: list[bytes] = []
-            limit = self._options.max_body_bytes
-            async for part in request.stream():
-                parts.append(part)
-                if sum(map(len, parts)) > limit:
-                    raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-            return b"".join(parts)
-
-        try:
-            return await asyncio.wait_for(collect(), BODY_SECONDS)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise timed_out("sending the body", BODY_SECONDS) from None
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
         keys = body_keys(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(body_keys, body)

@@ -19,7 +19,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli.plan import PlanOptions, make_plan
 from nanovllm.errors import ModelError
 from nanovllm.moe import store as store_module
-from nanovllm.moe.sizing import GIB, ModelFacts
+from nanovllm.moe.facts import ModelFacts
+from nanovllm.moe.sizing import GIB
 from nanovllm.weights.svd_checkpoint import low_rank_layouts
 from nanovllm.weights.svd_folder import METADATA, U_FILE, v_file
 from tests.executor.test_relay import InPieces

@@ -23,8 +23,9 @@ from nanovllm.executor import expert_memory
 from nanovllm.executor.limits import StepLimits
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
+from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.offload import OffloadOptions
-from nanovllm.moe.sizing import GIB, ModelFacts
+from nanovllm.moe.sizing import GIB
 from nanovllm.moe.store import logger as store_logger
 from nanovllm.weights.checkpoint import open_checkpoint
 from tests.moe.offload_rig import FixedIdle

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig, MoeConfig
-from nanovllm.moe.lowrank import LowRankExperts, resident_experts
+from nanovllm.moe.facts import ModelFacts
+from nanovllm.moe.layer import resident_experts
 from nanovllm.moe.offload import Offload, OffloadOptions
-from nanovllm.moe.sizing import GIB, Memory, ModelFacts, Wants, bytes_of_first, count_fitting, size_tiers
+from nanovllm.moe.sizing import GIB, Memory, Wants, bytes_of_first, count_fitting, size_tiers
 from nanovllm.ops.opset import PLAIN
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.expert_layout import ExpertLayout, layouts_of
@@ -50,7 +51,7 @@ def random_call(num_tokens: int, generator: torch.Generator):
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
 def test_the_formula(number: int, num_tokens: int) -> None:
     layer, layout = resident_layer(number), LAYOUTS[number]
-    assert isinstance(layer, LowRankExperts)
+    assert layer.layout.is_low_rank
     x, ids, weights = random_call(num_tokens, torch.Generator().manual_seed(1))
     u1, u3 = (u.T for u in layer.u13.weight.chunk(2))  # [H, r]
     gate_up, down = layer.gate_up.weight.view(layer.gate_up_shape), layer.down.weight.view(layer.down_shape)

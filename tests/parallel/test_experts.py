@@ -24,7 +24,8 @@ from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts
-from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, ModelFacts, Wants, size_tiers
+from nanovllm.moe.facts import ModelFacts
+from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, Wants, size_tiers
 from nanovllm.ops.opset import PLAIN
 from nanovllm.weights.checkpoint import open_checkpoint
 from tests.parallel.group import RankGroup
