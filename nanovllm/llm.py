@@ -8,14 +8,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.inputs import EngineInput, Prompt, as_list
+from nanovllm.engine.interrupts import ctrl_c
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.outputs import RequestOutput
@@ -28,6 +31,8 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model=model, **options))
         self._count = 0
+        self._driver: dict[str, int] = {}  # "thread" -> the one whose call runs
+        self._ids: list[str] = []  # of the call that runs, or of one that was interrupted
 
     def generate(
         self,
@@ -84,18 +89,36 @@ class LLM:
                 inputs.append(self.engine.check(prompt, param, rank))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        ids: list[str] = []
-        try:
-            for parsed, param, rank in zip(inputs, params, priorities):
-                ids.append(f"llm-{self._count}")
-                self._count += 1
-                self.engine.add_request(ids[-1], parsed, param, priority=rank, final_only=True)
-            done = self._drive(ids, use_tqdm)
-        except BaseException:  # Ctrl-C included: leave the engine empty and ready for the next call
-            for request_id in ids:
-                self.engine.abort_request(request_id)
-            raise
+        with self._driving():
+            self._abort_all()
+            try:
+                for parsed, param, rank in zip(inputs, params, priorities):
+                    self._ids.append(f"llm-{self._count}")
+                    self._count += 1
+                    self.engine.add_request(self._ids[-1], parsed, param, priority=rank, final_only=True)
+                done = self._drive(self._ids, use_tqdm)
+            finally:  # after Ctrl-C too the engine is empty and ready for the next call
+                ids = list(self._ids)
+                self._abort_all()
         return [done[request_id] for request_id in ids]
+
+    @contextlib.contextmanager
+    def _driving(self) -> Iterator[None]:
+        """One thread at a time; the others wait. Not a Lock: an interrupt just before its release would leave it locked
+        for ever, while this one is open to the thread that was interrupted. dict.setdefault is atomic."""
+        me = threading.get_ident()
+        while self._driver.setdefault("thread", me) != me:
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            self._driver.clear()
+
+    def _abort_all(self) -> None:
+        """A second Ctrl-C may come while these are aborted: then the next call aborts the rest."""
+        while self._ids:
+            self.engine.abort_request(self._ids[-1])
+            self._ids.pop()
 
     def _drive(self, ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         done: dict[str, RequestOutput] = {}
@@ -103,8 +126,11 @@ class LLM:
         stats = self.engine.stats
         prompt_tokens, generated = stats.prompt_tokens, stats.generated_tokens
         shown = started = time.monotonic()
-        with tqdm(total=len(ids), desc="generating", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        progress = tqdm(total=len(ids), desc="generating", unit="req", disable=not use_tqdm, dynamic_ncols=True)
+        with progress as bar, ctrl_c() as keys:
             while len(done) < len(ids):
+                if keys.pressed:
+                    raise KeyboardInterrupt
                 if not self.engine.has_unfinished_requests():
                     raise EngineDeadError("requests were lost; this is a fault of the engine")
                 finished = [output for output in self.engine.step() if output.request_id in ours]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import signal
 import statistics
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from nanovllm.engine.interrupts import ctrl_c
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -23,28 +21,6 @@ if TYPE_CHECKING:
 def note(text: str) -> None:
     """Everything that is not the answer goes to stderr, so that stdout can be piped."""
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Yields a question: was Ctrl-C pressed? An exception in the middle of a step would leave the scheduler between
-    two states, so the first press is only remembered; a second one, for a step that hangs, interrupts as usual."""
-    pressed = False
-
-    def remember(*_: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, remember)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class InOrder:
@@ -88,10 +64,10 @@ def run_requests(
 ) -> tuple[list[RequestOutput], bool]:
     """Outputs in the order of the inputs, and whether Ctrl-C cut them short. `show` sees all after each step."""
     latest: dict[str, RequestOutput] = {}
-    with ctrl_c() as pressed:
+    with ctrl_c() as keys:
         for request_id, parsed in zip(ids, inputs):
             engine.add_request(request_id, parsed, params, final_only=show is None)
-        while engine.has_unfinished_requests() and not pressed():
+        while engine.has_unfinished_requests() and not keys.pressed:
             moved = engine.step()
             latest.update((output.request_id, output) for output in moved)
             if show and moved:

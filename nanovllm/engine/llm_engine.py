@@ -11,11 +11,12 @@ One thread drives one engine. Two engines in one process do not know of each oth
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -23,6 +24,7 @@ from nanovllm.engine.defaults import default_batched_tokens, derive_seed, resolv
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.stats import StepStats
 from nanovllm.engine.watch import Watcher
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.executor.choose import choose_executor
@@ -38,26 +40,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.scheduling.policy import make_policy
-from nanovllm.scheduling.scheduler import Progress, Scheduler, SchedulerLimits
+from nanovllm.scheduling.scheduler import Scheduler, SchedulerLimits
 from nanovllm.scheduling.sequence import Sequence, StopRule
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
 logger = logging.getLogger("nanovllm")
-
-
-@dataclass
-class StepStats:
-    """Running totals; the difference of two snapshots is what happened between them."""
-
-    num_steps: int = 0
-    prompt_tokens: int = 0  # fed in entries of more than one token, or before the first output
-    generated_tokens: int = 0
-    prefill_seconds: float = 0.0  # of steps that fed any prompt tokens
-    decode_seconds: float = 0.0  # of steps that only decoded
-    decode_tokens: int = 0  # generated in those
-    peak_waste: float = 1.0  # slots of blocks in use / tokens held, when most blocks were in use
-    peak_blocks: int = 0
 
 
 class LLMEngine:
@@ -92,7 +80,8 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._by_seq: dict[int, tuple[Request, Completion]] = {}
         self._flights: deque[tuple[StepPlan, InFlight, float]] = deque()  # (plan, its computation, when it began)
-        self._moved: list[Sequence] = []  # since the last report; outlives a step that was interrupted
+        self._moved: list[Sequence] = []  # since the last report
+        self._changing = False  # also after a change that an exception cut short
         self._last_landing = 0.0
         self._num_host_sampled = 0  # running requests that need the full sampler
         self._seq_ids = itertools.count()
@@ -155,19 +144,20 @@ class LLMEngine:
         bad_words = self.inputs.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
         request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
         request.experts_before = self.executor.expert_stats()
-        self._requests[request_id] = request  # from here on nothing is refused any more
-        self._num_host_sampled += not is_plain(params)
         number = next(self._request_count)
-        for index in range(params.n):
-            seq = self._sequence(parsed, params, derive_seed(self.config.seed, number, params.seed, index))
-            seq.priority, seq.bad_words_ids = priority, bad_words
-            decode = self.tokenizer is not None and params.detokenize
-            detokenizer = Detokenizer(self.tokenizer, parsed.token_ids, params) if decode else None
-            completion = Completion(seq, detokenizer)
-            request.completions.append(completion)
-            self._by_seq[seq.seq_id] = (request, completion)
-            self.scheduler.add(seq)
-            self.watch.added(seq, request_id)
+        with self._change():  # nothing is refused any more
+            self._requests[request_id] = request
+            self._num_host_sampled += not is_plain(params)
+            for index in range(params.n):
+                seq = self._sequence(parsed, params, derive_seed(self.config.seed, number, params.seed, index))
+                seq.priority, seq.bad_words_ids = priority, bad_words
+                decode = self.tokenizer is not None and params.detokenize
+                detokenizer = Detokenizer(self.tokenizer, parsed.token_ids, params) if decode else None
+                completion = Completion(seq, detokenizer)
+                request.completions.append(completion)
+                self._by_seq[seq.seq_id] = (request, completion)
+                self.scheduler.add(seq)
+                self.watch.added(seq, request_id)
 
     def _sequence(self, parsed: EngineInput, params: SamplingParams, seed: int) -> Sequence:
         room = self.max_model_len - len(parsed.token_ids)
@@ -189,17 +179,54 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; its blocks are free for others at once. None if it is not running."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        for completion in request.completions:
-            self.scheduler.abort(completion.seq.seq_id)
-        self.watch.left([completion.seq for completion in request.completions])
-        self._drop(request)
+        with self._change():
+            request = self._requests.get(request_id)
+            if request is None:
+                return None
+            for completion in request.completions:
+                self.scheduler.abort(completion.seq.seq_id)
+            self.watch.left([completion.seq for completion in request.completions])
+            self._drop(request)
         return request.output()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
+
+    # ---- interrupts --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """Around every change of state. Ctrl-C raises between any two instructions, so an exception that leaves this
+        block may leave counters, blocks and tables that contradict each other: they are not mended but emptied, now or,
+        if a second interrupt prevents that, before the next change."""
+        self._empty_if_torn()
+        self._changing = True
+        try:
+            yield
+        except BaseException as error:
+            self._empty_if_torn(error)
+            raise
+        self._changing = False
+
+    def _empty_if_torn(self, error: BaseException | None = None) -> None:
+        """Every running request ends with an error, which the next step returns; the cache holds nothing."""
+        if not self._changing or self._closed:
+            return
+        self.executor.reset()
+        self.scheduler.clear()
+        self._flights.clear()
+        for request in list(self._requests.values()):
+            if len(request.completions) < request.params.n:
+                del self._requests[request.request_id]  # add_request was interrupted: its caller knows
+        pairs = [(request, completion) for request in self._requests.values() for completion in request.completions]
+        self._by_seq = {completion.seq.seq_id: (request, completion) for request, completion in pairs}
+        self._moved = [completion.seq for _, completion in pairs]
+        for seq in self._moved:
+            if not seq.finished:
+                seq.end("error", "the engine was interrupted" if error is None else f"{type(error).__name__}: {error}")
+        self._num_host_sampled = sum(not is_plain(request.params) for request in self._requests.values())
+        self.watch.failed(self.scheduler.step, "interrupted")
+        self._changing = False
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -209,14 +236,16 @@ class LLMEngine:
         alone: end one in flight or, if there is none, plan one and end it; nothing more is started."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
-        # A request that the host samples for must have its tokens known before the next step is planned.
-        depth = 1 if alone or self._num_host_sampled else self.executor.overlap
-        while len(self._flights) < depth and self._launch_next():
-            pass
-        if self._flights:
-            self._land()
-        moved, self._moved = self._moved, []
-        return self._collect({self._by_seq[seq.seq_id][0].request_id for seq in moved if seq.seq_id in self._by_seq})
+        with self._change():
+            # A request that the host samples for must have its tokens known before the next step is planned.
+            depth = 1 if alone or self._num_host_sampled else self.executor.overlap
+            while len(self._flights) < depth and self._launch_next():
+                pass
+            if self._flights:
+                self._land()
+            ids = {self._by_seq[seq.seq_id][0].request_id for seq in self._moved if seq.seq_id in self._by_seq}
+            self._moved = []
+            return self._collect(ids)
 
     def _launch_next(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute (yet)."""
@@ -230,10 +259,10 @@ class LLMEngine:
         for arrival in plan.arrivals:
             request = self._by_seq[arrival.seq_id][0]
             request.first_scheduled_time = request.first_scheduled_time or now
-        self._observe_blocks()
+        self.stats.observe(self.scheduler)
         try:
             self._flights.append((plan, self.executor.launch(plan), now))
-        except BaseException as error:
+        except Exception as error:
             self._fail(plan, error)
         return True
 
@@ -242,20 +271,18 @@ class LLMEngine:
         plan, in_flight, started = self._flights.popleft()
         try:
             result = in_flight.result()
-        except BaseException as error:
+        except Exception as error:
             self._fail(plan, error)
         else:
             self._record(plan, result, max(started, self._last_landing))
 
-    def _fail(self, plan: StepPlan, error: BaseException) -> None:
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
         self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
         self._moved += self.scheduler.fail(plan, f"{type(error).__name__}: {error}", self._culprit(plan, error))
-        self.watch.failed(plan, type(error).__name__)
-        if not isinstance(error, Exception):
-            raise error  # Ctrl-C is the caller's, but the plan is gone: the next step must not find it half done
+        self.watch.failed(plan.step_id, type(error).__name__)
         logger.error("step %d failed: %s", plan.step_id, type(error).__name__, exc_info=error)
 
-    def _culprit(self, plan: StepPlan, error: BaseException) -> int | None:
+    def _culprit(self, plan: StepPlan, error: Exception) -> int | None:
         """Out of memory: the sequence that brought the most tokens, of equals the one that came last, gives way to the
         others, which start over. That ends: each time one sequence fewer is left. Other errors blame the whole step."""
         if not is_out_of_memory(error):
@@ -276,7 +303,7 @@ class LLMEngine:
             request.first_token_time = request.first_token_time or now
             if moved.logprobs:
                 request.add_logprobs(completion, moved.logprobs)
-        self._count(plan, progress, now - started)
+        self.stats.count(plan, progress, now - started)
         self.watch.committed(plan, progress, now - started)
         self._moved += [moved.seq for moved in progress]
 
@@ -316,25 +343,6 @@ class LLMEngine:
         return self._by_seq[seq.seq_id][1].find_stop()
 
     # ---- what happened -----------------------------------------------------------------------------------------
-
-    def _observe_blocks(self) -> None:
-        blocks, stats = self.scheduler.blocks, self.stats
-        if blocks.num_used > stats.peak_blocks:
-            stats.peak_blocks = blocks.num_used
-            held = sum(seq.num_computed for seq in self.scheduler.running)
-            stats.peak_waste = blocks.num_used * blocks.block_size / max(held, 1)
-
-    def _count(self, plan: StepPlan, progress: list[Progress], seconds: float) -> None:
-        stats = self.stats
-        generated = sum(len(moved.token_ids) for moved in progress)
-        stats.num_steps += 1
-        stats.generated_tokens += generated
-        if plan.is_decode_only:
-            stats.decode_seconds += seconds
-            stats.decode_tokens += generated
-        else:
-            stats.prefill_seconds += seconds
-            stats.prompt_tokens += sum(entry.num_new for entry in plan.entries if entry.num_new > 1)
 
     def describe(self) -> dict[str, Any]:
         """What really runs: device, dtype, attention backend and why, cache size."""

@@ -120,10 +120,10 @@ class Watcher:
         pairs = [(moved.seq.seq_id, moved.seq.finish_reason) for moved in progress if moved.seq.finish_reason]
         self._tell("done", plan.step_id, seconds, progress, pairs, published, self._scheduler.blocks.num_free)
 
-    def failed(self, plan: StepPlan, why: str) -> None:
+    def failed(self, step_id: int, why: str) -> None:
         if self._readers:
             self._take_journal()
-            self._tell("failed", plan.step_id, why)
+            self._tell("failed", step_id, why)
             self._tell_snapshot()
 
     def policy_changed(self) -> None:

@@ -72,6 +72,11 @@ class GpuRunner:
             self._mixed_graphs.compute_smallest()
             self._keep_tokens(self._begin_lanes((), 1))
 
+    def reset(self) -> None:
+        self.device.synchronize()  # an interrupted upload may still be read, and has recorded no event
+        self._batch.clear()
+        self._changed_rows.clear()
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         self._batch.apply(plan)

@@ -32,9 +32,13 @@ class InputBatch:
         self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._lens = [0] * max_num_seqs  # known tokens per row
         self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
-        self._arrivals: list[Arrival | None] = [None] * max_num_seqs
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every sequence, whatever an interrupted `apply` has left behind."""
+        self._arrivals: list[Arrival | None] = [None] * len(self._tokens)
         self._rows: dict[int, int] = {}  # seq_id -> row
-        self._free_rows = list(range(max_num_seqs))[::-1]
+        self._free_rows = list(range(len(self._tokens)))[::-1]
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what changed. Departures first: their rows are needed by the arrivals."""

@@ -58,6 +58,8 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> InFlight: ...
 
+    def reset(self) -> None: ...
+
 
 class LocalExecutor:
     def __init__(
@@ -205,6 +207,9 @@ class LocalExecutor:
 
     def launch(self, plan: StepPlan) -> InFlight:
         return self.runner.launch(plan)
+
+    def reset(self) -> None:
+        self.runner.reset()
 
     def close(self) -> None:
         if self.offload is not None:

@@ -51,6 +51,9 @@ class ModelRunner:
         result = self.execute(plan)
         return InFlight(lambda: result)
 
+    def reset(self) -> None:
+        self._batch.clear()
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         self._batch.apply(plan)

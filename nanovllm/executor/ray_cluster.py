@@ -155,6 +155,7 @@ class RayExecutor:
         self._actors: list[Any] = []
         self._places: list[tuple[str, str, int]] = []
         self._calls: list[Any] = []  # the last one of each rank
+        self._num_uncollected = 0  # plans whose result was not fetched yet
         self._group: Any = None
         self._owns_cluster = not self._ray.is_initialized()
         try:
@@ -266,7 +267,12 @@ class RayExecutor:
         with self._ending_on_interrupt():
             data = encode_plan(plan)
             self._calls = [actor.launch.remote(data) for actor in self._actors]
+            self._num_uncollected += 1
         return InFlight(self._collect)
+
+    def reset(self) -> None:
+        while self._num_uncollected and self._dead is None:  # else the next step would get the result of these
+            self._collect()
 
     def _collect(self) -> StepResult:
         if self._dead is not None:
@@ -278,6 +284,7 @@ class RayExecutor:
             with contextlib.suppress(ray.exceptions.RayError):
                 found = ray.get(call, timeout=self._timeout)
                 if isinstance(found, StepResult):
+                    self._num_uncollected -= 1
                     return found
             self._end(self._cause())
         raise EngineDeadError(str(self._dead))

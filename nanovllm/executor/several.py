@@ -96,6 +96,10 @@ class SeveralRanks:
             raise self._died(error) from error
         return InFlight(lambda: self._wait(flight))
 
+    def reset(self) -> None:
+        if self._inner is not None and self._dead is None:
+            self._inner.reset()
+
     def _wait(self, flight: InFlight) -> StepResult:
         if self._dead is not None:
             raise EngineDeadError(self._dead)

@@ -51,10 +51,14 @@ class BlockManager:
         self.num_queries = 0  # prompt tokens looked up in the prefix cache, and those found
         self.num_hits = 0
         self.journal: Journal | None = None  # written while somebody watches
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._ref_counts = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks
-        self._tokens: list[tuple[int, ...]] = [()] * num_blocks
+        self.clear()
+
+    def clear(self) -> None:
+        """Every block is free and empty, whatever an interrupted change has left behind."""
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self._ref_counts = [0] * self.num_blocks
+        self._keys: list[bytes | None] = [None] * self.num_blocks
+        self._tokens: list[tuple[int, ...]] = [()] * self.num_blocks
         # Two sequences may each compute the same block; both copies stay findable, so evicting one loses nothing.
         self._found: dict[bytes, dict[int, None]] = {}
         self._next_place = 0

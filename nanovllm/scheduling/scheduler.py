@@ -109,6 +109,15 @@ class Scheduler:
             self._finish(seq, reason, None)
         return seq
 
+    def clear(self) -> None:
+        """Forget every sequence and every cached block, whatever an interrupted change has left behind."""
+        for flight in self._flights:
+            self._departures += flight.plan.departures  # the runner may never have seen them
+        self._departures += self._sequences
+        self._sequences, self._flights, self._ended = {}, deque(), []
+        self.waiting, self.running = WaitingQueue(self.policy), []
+        self.blocks.clear()
+
     def take_ended(self) -> list[Sequence]:
         """Sequences that schedule() had to end (they outgrew the cache); each is reported once."""
         ended, self._ended = self._ended, []
@@ -324,8 +333,7 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None) -> None:
         self._leave(seq)
-        seq.status = Status.FINISHED
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        seq.end(reason, stop_reason)
         del self._sequences[seq.seq_id]
 
     def _preempt(self, seq: Sequence) -> None:

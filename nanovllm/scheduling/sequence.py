@@ -84,3 +84,6 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    def end(self, reason: str, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason, self.status = reason, stop_reason, Status.FINISHED

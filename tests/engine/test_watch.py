@@ -121,7 +121,7 @@ class Watched(Simulation):
 
         def fail_and_tell(plan: Any, *why: Any) -> Any:
             failed = fail(plan, *why)
-            watcher.failed(plan, "Broken")
+            watcher.failed(plan.step_id, "Broken")
             return failed
 
         def abort_and_tell(seq_id: int) -> Any:

@@ -1,0 +1,193 @@
+"""Ctrl-C at every line of the loop, Ctrl-C from the outside, and calls from two threads: the engine is empty and usable
+afterwards, the next answers are right and every block is free."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from tests.tiny_models import NEW_TOKENS, TinyModel
+
+MakeLLM = Callable[..., LLM]
+GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+PACKAGE = Path(nanovllm.__file__).parent
+LOOP = tuple(str(PACKAGE / name) for name in ("scheduling", "engine", "executor", "llm.py"))
+CHOSEN = [5, 2, 5, 7, 3]  # prompts; one comes twice and shares the blocks of the first
+Place = tuple[str, int]  # (file, line)
+
+
+class Tracer:
+    """Counts how often each line of the loop runs, and raises at one of these moments."""
+
+    def __init__(self, place: Place | None = None, hit: int = 1) -> None:
+        self.hits: Counter[Place] = Counter()
+        self._place, self._hit = place, hit
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(LOOP) else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            place = (frame.f_code.co_filename, frame.f_lineno)
+            self.hits[place] += 1
+            if place == self._place and self.hits[place] == self._hit:
+                raise KeyboardInterrupt
+        return self._line
+
+    def run(self, function: Callable[[], Any]) -> bool:
+        """Whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            function()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM) -> LLM:
+    # Few blocks and few tokens a step: sequences are preempted and prompts are cut into chunks.
+    return make_llm(max_num_seqs=4, num_kvcache_blocks=6, max_num_batched_tokens=24, decode_steps=2)
+
+
+def assert_right(llm: LLM, llama: TinyModel) -> None:
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.scheduler.blocks.num_used == 0
+    outputs = llm.generate([llama.prompts[i] for i in CHOSEN], GREEDY, use_tqdm=False)
+    assert [output["token_ids"][:NEW_TOKENS] for output in outputs] == [llama.tokens[i] for i in CHOSEN]
+    assert llm.engine.scheduler.blocks.num_used == 0
+
+
+def moments(hits: Counter[Place]) -> list[tuple[Place, int]]:
+    """Each line once, at one of the times it runs. The choice is the same in every run."""
+    pick = random.Random(0)
+    return [(place, pick.randint(1, count)) for place, count in sorted(hits.items())]
+
+
+def test_an_interrupt_at_every_line_of_the_loop(llm: LLM, llama: TinyModel) -> None:
+    def generate() -> None:
+        llm.generate([llama.prompts[i] for i in CHOSEN], GREEDY, use_tqdm=False)
+
+    generate()
+    tracer = Tracer()
+    tracer.run(generate)
+    assert llm.engine.scheduler.num_preemptions > 0
+    files = {Path(file).name for file, _ in tracer.hits}
+    assert files >= {"scheduler.py", "block_manager.py", "llm_engine.py", "llm.py", "model_runner.py", "input_batch.py"}
+    interrupted = 0
+    for place, hit in moments(tracer.hits):
+        if Tracer(place, hit).run(generate):
+            interrupted += 1
+            try:
+                assert_right(llm, llama)
+            except BaseException as error:
+                raise AssertionError(f"interrupted at {place[0]}:{place[1]}, time {hit}") from error
+    assert interrupted > 400
+
+
+def test_an_interrupt_while_requests_are_aborted(llm: LLM, llama: TinyModel) -> None:
+    """A second Ctrl-C comes before the first was dealt with: the next call finishes the work."""
+    step, abort = llm.engine.step, llm.engine.abort_request
+
+    def broken_step() -> Any:
+        step()
+        raise KeyboardInterrupt
+
+    def broken_abort(request_id: str) -> Any:
+        raise KeyboardInterrupt
+
+    llm.engine.step, llm.engine.abort_request = broken_step, broken_abort  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([llama.prompts[i] for i in CHOSEN], GREEDY, use_tqdm=False)
+    llm.engine.step, llm.engine.abort_request = step, abort  # type: ignore[method-assign]
+    llm.generate([llama.prompts[0]], GREEDY, use_tqdm=False)
+    assert_right(llm, llama)
+
+
+def generate_until_interrupted(llm: LLM, prompts: list[Any]) -> None:
+    while True:
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+def test_ctrl_c_from_the_outside_comes_between_two_steps(llm: LLM, llama: TinyModel) -> None:
+    """Real signals at random moments. The engine never sees them inside a step: what it has cached stays cached."""
+    clears: list[None] = []
+    clear = llm.engine.scheduler.clear
+    llm.engine.scheduler.clear = lambda: (clears.append(None), clear())[1]  # type: ignore[method-assign]
+    prompts = [llama.prompts[i] for i in CHOSEN] * 3
+    started = time.monotonic()
+    llm.generate(prompts, GREEDY, use_tqdm=False)
+    whole = time.monotonic() - started
+    pick = random.Random(1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for _ in range(10):
+            timer = threading.Timer(pick.uniform(0, whole), os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                generate_until_interrupted(llm, prompts)
+            timer.join()
+            assert_right(llm, llama)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not clears
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_of_the_callers_stays(llm: LLM, llama: TinyModel) -> None:
+    """It may raise what it likes, wherever it likes."""
+
+    class TimeIsUp(Exception):
+        pass
+
+    def handler(*_: Any) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGINT, handler)
+    step = llm.engine.scheduler.schedule
+
+    def signalled() -> Any:
+        assert signal.getsignal(signal.SIGINT) is handler
+        os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    try:
+        llm.engine.scheduler.schedule = signalled  # type: ignore[method-assign]
+        with pytest.raises(TimeIsUp):
+            llm.generate([llama.prompts[i] for i in CHOSEN], GREEDY, use_tqdm=False)
+    finally:
+        llm.engine.scheduler.schedule = step  # type: ignore[method-assign]
+        signal.signal(signal.SIGINT, before)
+    assert_right(llm, llama)
+
+
+def test_two_threads_may_generate(llm: LLM, llama: TinyModel) -> None:
+    found: dict[int, list[list[int]]] = {}
+
+    def work(number: int) -> None:
+        outputs = llm.generate([llama.prompts[i] for i in CHOSEN], GREEDY, use_tqdm=False)
+        found[number] = [output["token_ids"][:NEW_TOKENS] for output in outputs]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [llama.tokens[i] for i in CHOSEN] for number in range(4)}
+    assert_right(llm, llama)
