@@ -182,7 +182,7 @@ class ModelConfig:
         if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
             raise ModelError(f"config.json: architectures={architectures!r} must name exactly one model class")
         defaults = {**DEFAULTS, **FAMILY_DEFAULTS.get(architectures[0], {})}
-        _refuse_quantized(config)
+        _refuse_quantised(config)
         num_heads = positive_int(config, "num_attention_heads", high=4096)
         hidden_size = positive_int(config, "hidden_size", high=2**20)
         head_dim = positive_int(config, "head_dim", hidden_size // num_heads, high=1024)
@@ -221,12 +221,12 @@ class ModelConfig:
         )
 
 
-def _refuse_quantized(config: Mapping[str, Any]) -> None:
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
     for name in ("quantization_config", "compression_config"):  # the second is compressed-tensors' old name for it
         if found := config.get(name):
             method = found.get("quant_method") if isinstance(found, Mapping) else found
             raise ModelError(
-                f"config.json: {name} says that the weights are quantized (quant_method={method!r}), which this engine "
+                f"config.json: {name} says that the weights are quantised (quant_method={method!r}), which this engine "
                 "does not compute; get the 16-bit safetensors of the model, or a GGUF file"
             )
 

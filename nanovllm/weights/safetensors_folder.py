@@ -76,12 +76,12 @@ class SafetensorsFolder:
         return self._shard_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """ModelError for a tensor that is quantized: without its scales its numbers mean nothing."""
+        """ModelError for a tensor that is quantised: without its scales its numbers mean nothing."""
         stored = self._shard(name).get_slice(name)
         if stored.get_dtype() not in _DTYPES:
             raise ModelError(
                 f"{self.path}: {name} is stored as {stored.get_dtype()}, not as plain numbers ({', '.join(_DTYPES)}); "
-                "this engine computes no quantized safetensors: get the 16-bit files of the model, or a GGUF file."
+                "this engine computes no quantised safetensors: get the 16-bit files of the model, or a GGUF file."
             )
         return tuple(stored.get_shape())
 
