@@ -83,9 +83,9 @@ class RopeConfig:
             raise ModelError("config.json: rope_parameters per layer type are not supported")
         if kind not in ROPE_TYPES:
             raise ModelError(f"RoPE type {kind!r} is not supported: this engine has {', '.join(ROPE_TYPES)}")
-        params["rope_theta"] = params.get("rope_theta") or config.get("rope_theta")
+        params.setdefault("rope_theta", config.get("rope_theta"))
         theta = positive_float(params, "rope_theta", default_theta, low=1.0, high=MAX_THETA)
-        partial = params.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+        partial = params.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
         partial = positive_float({"partial_rotary_factor": partial}, "partial_rotary_factor", 1.0)
         rotary_dim, smallest = int(head_dim * partial), 4 if kind == "dynamic" else 2
         if rotary_dim % 2 or not smallest <= rotary_dim <= head_dim:
