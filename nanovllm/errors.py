@@ -13,7 +13,7 @@ class RequestError(NanoVLLMError, ValueError):
     """One request cannot be served; the engine and all other requests go on."""
 
 
-class ModelError(NanoVLLMError, ValueError):
+class ModelError(ConfigError):
     """A model folder, file or architecture cannot be used."""
 
 

@@ -13,7 +13,24 @@ from typing import Any
 from nanovllm.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+# Largest sane values. Published models: theta up to 4e9, contexts stretched up to 512 times.
+MAX_THETA, MAX_NUMBER = 1e15, 2.0**20
+ROPE_NUMBERS = {
+    "factor": MAX_NUMBER, "original_max_position_embeddings": 2**31 - 1, "low_freq_factor": MAX_NUMBER,
+    "high_freq_factor": MAX_NUMBER, "beta_fast": MAX_NUMBER, "beta_slow": MAX_NUMBER, "attention_factor": MAX_NUMBER,
+}  # fmt: skip
 MAX_EXPERTS = 2**12  # a layer; the largest published models have some hundreds
+# Of transformers' config classes, for what a file leaves out.
+DEFAULTS: dict[str, Any] = {
+    "rope_theta": 1e4, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "sliding_window": None,
+}  # fmt: skip
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "MixtralForCausalLM": {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768},
+    "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768},
+}
 
 
 def positive_int(config: Mapping[str, Any], name: str, default: int | None = None, high: int = 2**31 - 1) -> int:
@@ -27,12 +44,14 @@ def positive_int(config: Mapping[str, Any], name: str, default: int | None = Non
     return value
 
 
-def positive_float(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def positive_float(
+    config: Mapping[str, Any], name: str, default: float | None = None, low: float = 0.0, high: float = MAX_NUMBER
+) -> float:
     value = config.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
-        raise ModelError(f"config.json: {name}={value!r} must be a positive number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
+        raise ModelError(f"config.json: {name}={value!r} must be a number above {low:g} and at most {high:g}")
     return float(value)
 
 
@@ -46,29 +65,37 @@ class RopeConfig:
     rotary_dim: int
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    def from_hf(
+        cls, config: Mapping[str, Any], head_dim: int, default_theta: float = DEFAULTS["rope_theta"]
+    ) -> RopeConfig:
         # transformers 5 writes rope_parameters = {rope_theta, rope_type, ...}; earlier files have rope_theta beside
-        # an optional rope_scaling. Reading only one of them gives wrong text without an error.
+        # an optional rope_scaling. A file that has both was edited by a user of the old name: as in transformers,
+        # rope_scaling replaces all of rope_parameters.
         nested = config.get("rope_parameters")
         scaling = config.get("rope_scaling")
         for name, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
             if value is not None and not isinstance(value, Mapping):
                 raise ModelError(f"config.json: {name}={value!r} must be an object or null")
-        params: dict[str, Any] = {**(scaling or {}), **(nested or {})}
+        params = {key: value for key, value in (scaling or nested or {}).items() if value is not None}
         kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
         params.pop("type", None)
         if any(isinstance(value, Mapping) for value in params.values()):
             raise ModelError("config.json: rope_parameters per layer type are not supported")
         if kind not in ROPE_TYPES:
             raise ModelError(f"RoPE type {kind!r} is not supported: this engine has {', '.join(ROPE_TYPES)}")
-        params["rope_theta"] = params.get("rope_theta") or config.get("rope_theta")
-        theta = positive_float(params, "rope_theta", 1e4)
-        partial = params.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-        rotary_dim = int(head_dim * positive_float({"f": partial}, "f"))
-        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ModelError(f"config.json: rotary dimension {rotary_dim} must be even and at most head_dim={head_dim}")
-        if kind in ("linear", "dynamic", "llama3", "yarn"):
-            positive_float(params, "factor")
+        params.setdefault("rope_theta", config.get("rope_theta"))
+        theta = positive_float(params, "rope_theta", default_theta, low=1.0, high=MAX_THETA)
+        partial = params.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+        partial = positive_float({"partial_rotary_factor": partial}, "partial_rotary_factor", 1.0)
+        rotary_dim, smallest = int(head_dim * partial), 4 if kind == "dynamic" else 2
+        if rotary_dim % 2 or not smallest <= rotary_dim <= head_dim:
+            raise ModelError(
+                f"config.json: rotary dimension {rotary_dim} must be even, at least {smallest} for RoPE type {kind!r}, "
+                f"and at most head_dim={head_dim}"
+            )
+        for name, high in ROPE_NUMBERS.items():
+            if name in params or (name == "factor" and kind != "default"):
+                positive_float(params, name, low=1 / MAX_NUMBER, high=high)
         return cls(theta, kind, params, rotary_dim)
 
 
@@ -154,6 +181,8 @@ class ModelConfig:
         architectures = config.get("architectures")
         if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
             raise ModelError(f"config.json: architectures={architectures!r} must name exactly one model class")
+        defaults = {**DEFAULTS, **FAMILY_DEFAULTS.get(architectures[0], {})}
+        _refuse_quantised(config)
         num_heads = positive_int(config, "num_attention_heads", high=4096)
         hidden_size = positive_int(config, "hidden_size", high=2**20)
         head_dim = positive_int(config, "head_dim", hidden_size // num_heads, high=1024)
@@ -163,41 +192,59 @@ class ModelConfig:
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelError(f"config.json: hidden_act={config['hidden_act']!r} is not supported (silu is)")
         num_layers = positive_int(config, "num_hidden_layers", high=4096)
-        window, windowed = _sliding_window(config, num_layers)
+        vocab_size = positive_int(config, "vocab_size", high=2**24)
+        window, windowed = _sliding_window({"sliding_window": defaults["sliding_window"], **config}, num_layers)
+        tied = config.get("tie_word_embeddings") or False
+        if not isinstance(tied, bool):
+            raise ModelError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
         return cls(
             architecture=architectures[0],
-            vocab_size=positive_int(config, "vocab_size", high=2**24),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=positive_int(config, "intermediate_size", high=2**22),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
-            max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
-            rope=RopeConfig.from_hf(config, head_dim),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rms_norm_eps=positive_float(config, "rms_norm_eps", defaults["rms_norm_eps"], high=1.0),
+            max_position_embeddings=positive_int(
+                config, "max_position_embeddings", defaults["max_position_embeddings"]
+            ),
+            rope=RopeConfig.from_hf(config, head_dim, defaults["rope_theta"]),
+            tie_word_embeddings=tied,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
             sliding_window=window,
             windowed_layers=windowed,
-            eos_token_ids=_eos_token_ids(config, generation_config or {}),
+            eos_token_ids=_eos_token_ids(config, generation_config or {}, vocab_size),
             hf=config,
             moe=MoeConfig.from_hf(config, architectures[0], num_layers),
         )
 
 
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
+    for name in ("quantization_config", "compression_config"):  # the second is compressed-tensors' old name for it
+        if found := config.get(name):
+            method = found.get("quant_method") if isinstance(found, Mapping) else found
+            raise ModelError(
+                f"config.json: {name} says that the weights are quantised (quant_method={method!r}), which this engine "
+                "does not compute; get the 16-bit safetensors of the model, or a GGUF file"
+            )
+
+
 def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """Mistral windows every layer; Qwen switches it with use_sliding_window and names the layers in layer_types."""
-    window = config.get("sliding_window")
+    window, architecture = config["sliding_window"], config["architectures"][0]
     layer_types = config.get("layer_types")
     if isinstance(layer_types, list):
         known = ("full_attention", "sliding_attention")
         if len(layer_types) != num_layers or any(kind not in known for kind in layer_types):
             raise ModelError(f"config.json: layer_types={layer_types!r} does not fit {num_layers} attention layers")
         windowed = tuple(kind == "sliding_attention" for kind in layer_types)
-    elif config.get("model_type", "") == "qwen3_moe":  # has no max_window_layers: all layers or none
+    elif architecture == "LlamaForCausalLM":  # never had a window; files that were made from Mistral's may name one
+        windowed = (False,) * num_layers
+    elif architecture == "Qwen3MoeForCausalLM":  # has no max_window_layers: all layers or none
         windowed = (bool(config.get("use_sliding_window")),) * num_layers
-    elif config.get("model_type", "") in ("qwen2", "qwen3"):
+    elif architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         first = positive_int(config, "max_window_layers", 28) if config.get("max_window_layers") != 0 else 0
         windowed = tuple(bool(config.get("use_sliding_window")) and i >= first for i in range(num_layers))
     else:
@@ -207,12 +254,17 @@ def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | N
     return positive_int(config, "sliding_window"), windowed
 
 
-def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config's list counts first: chat models end a turn with another token than a document."""
+def _eos_token_ids(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    """generation_config's list counts first: chat models end a turn with another token than a document. An id outside
+    the vocabulary can never be sampled."""
     ids: list[int] = []
     for source in (generation_config, config):
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int) and not isinstance(token, bool) and token >= 0 and token not in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                continue
+            if 0 <= token < vocab_size and token not in ids:
                 ids.append(token)
     return tuple(ids)

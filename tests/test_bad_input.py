@@ -315,7 +315,9 @@ def test_a_missing_shard(make_llm: MakeLLM, tiny: Callable[[str], TinyModel], tm
         ({"rope_parameters": {"rope_type": "longrope"}}, ("'longrope'", "llama3")),
         ({"rope_parameters": 5}, ("rope_parameters=5",)),
         ({"rms_norm_eps": "x"}, ("rms_norm_eps='x'",)),
-        ({"sliding_window": -3, "model_type": "mistral"}, ("sliding_window=-3",)),
+        ({"sliding_window": -3, "architectures": ["MistralForCausalLM"]}, ("sliding_window=-3",)),
+        ({"quantization_config": {"quant_method": "awq"}}, ("quantization_config", "'awq'", "GGUF")),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}}, ("rope_theta=1", "above 1")),
     ],
 )
 def test_a_config_that_cannot_be_honoured(
@@ -326,6 +328,14 @@ def test_a_config_that_cannot_be_honoured(
         make_llm(llama_copy)
     for part in parts:
         assert part in str(error.value)
+
+
+def test_a_context_too_long_for_a_rotary_table(make_llm: MakeLLM, llama: TinyModel, llama_copy: Path) -> None:
+    edit_config(llama_copy, max_position_embeddings=2**31 - 1)
+    with pytest.raises(ConfigError, match=r"max_model_len=2147483647: .* set max_model_len"):
+        make_llm(llama_copy)
+    with make_llm(llama_copy, max_model_len=64) as llm:
+        assert llm.generate(llama.prompts[0], GREEDY, use_tqdm=False)[0]["token_ids"] == llama.tokens[0]
 
 
 def test_a_config_that_is_no_json(make_llm: MakeLLM, llama_copy: Path) -> None:

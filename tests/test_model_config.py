@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
+import transformers
+from transformers import LlamaConfig
 
 from nanovllm.errors import ModelError
 from nanovllm.model_config import ModelConfig, RopeConfig
@@ -15,7 +20,8 @@ BASE = {
     "num_attention_heads": 4,
     "vocab_size": 1000,
 }
-QWEN = {"model_type": "qwen2", "use_sliding_window": True}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
 
 
 def load(generation: dict[str, object] | None = None, **changes: object) -> ModelConfig:
@@ -82,8 +88,22 @@ def test_a_missing_size_is_named(name: str, value: object) -> None:
         ({"partial_rotary_factor": 0.2}, "rotary dimension 3"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_parameters": [1]}, "rope_parameters"),
-        ({"sliding_window": -4}, "sliding_window"),
-        ({"sliding_window": "4"}, "sliding_window"),
+        ({**MISTRAL, "sliding_window": -4}, "sliding_window"),
+        ({**MISTRAL, "sliding_window": "4"}, "sliding_window"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings"),
+        ({"rope_theta": 0}, "rope_theta=0"),
+        ({"rope_theta": 1}, "rope_theta=1"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor=0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e25}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "x"}}, "original"),
+        ({"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary dimension 2"),
+        ({"partial_rotary_factor": "all"}, "partial_rotary_factor='all'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": "awq"}, "'awq'"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
     ],
@@ -148,6 +168,47 @@ def test_rope_per_layer_type_is_refused() -> None:
         load(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}})
 
 
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers() -> None:
+    """All of it: the theta of the one that is not read is not read either."""
+    parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e3}
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    forms: list[dict[str, Any]] = [
+        {"rope_parameters": parameters, "rope_scaling": scaling},
+        {"rope_parameters": parameters, "rope_scaling": scaling, "rope_theta": 5e5},
+        {"rope_parameters": parameters, "rope_scaling": {**scaling, "rope_theta": 6e5}, "rope_theta": 5e5},
+        {"rope_parameters": parameters, "rope_scaling": {}},
+        {"rope_parameters": parameters, "rope_scaling": None, "rope_theta": 5e5},
+    ]
+    for form in forms:
+        theirs = LlamaConfig.from_dict(copy.deepcopy(form)).rope_parameters
+        ours = load(**form).rope
+        assert (ours.kind, ours.theta, ours.params["factor"]) == tuple(
+            theirs[name] for name in ("rope_type", "rope_theta", "factor")
+        )
+
+
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("value", ["absent", None])
+def test_defaults_are_those_of_the_family(family: str, value: object) -> None:
+    theirs = getattr(transformers, f"{family}Config")()
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    names = ("rope_theta", "rms_norm_eps", "max_position_embeddings")
+    ours = load(architectures=[f"{family}ForCausalLM"], **experts, **dict.fromkeys(names, value))
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("value", [None, {}])
+def test_no_quantization_is_no_quantization(name: str, value: object) -> None:
+    load(**{name: value})
+
+
 def test_rope_config_can_be_read_alone() -> None:
     assert RopeConfig.from_hf({}, head_dim=64) == RopeConfig(1e4, "default", {"rope_theta": None}, 64)
 
@@ -158,15 +219,18 @@ def test_rope_config_can_be_read_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "window", "layers"),
     [
-        ({"model_type": "mistral", "sliding_window": 32}, 32, "1111"),
-        ({"model_type": "mistral", "sliding_window": None}, None, "0000"),
-        ({"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False}, None, "0000"),
-        ({"model_type": "qwen2", "sliding_window": 32}, None, "0000"),
+        ({**MISTRAL, "sliding_window": 32}, 32, "1111"),
+        ({**MISTRAL, "sliding_window": None}, None, "0000"),
+        (MISTRAL, 4096, "1111"),  # transformers' default
+        ({"sliding_window": 32}, None, "0000"),  # Llama has none: a stray one is ignored
+        ({"sliding_window": "32"}, None, "0000"),
+        ({**QWEN, "sliding_window": 32, "use_sliding_window": False}, None, "0000"),
+        ({**QWEN, "sliding_window": 32, "use_sliding_window": "absent"}, None, "0000"),
         ({**QWEN, "sliding_window": 32, "max_window_layers": 3}, 32, "0001"),
         ({**QWEN, "sliding_window": 32, "max_window_layers": 4}, None, "0000"),
         ({**QWEN, "sliding_window": 32, "max_window_layers": 0}, 32, "1111"),
         ({**QWEN, "sliding_window": 32, "max_window_layers": None}, None, "0000"),  # transformers' default is 28
-        ({**QWEN, "sliding_window": 32, "model_type": "qwen3"}, None, "0000"),
+        ({**QWEN, "sliding_window": 32, "architectures": ["Qwen3ForCausalLM"]}, None, "0000"),
         ({"sliding_window": 32, "layer_types": ["full_attention"] * 4}, None, "0000"),
         ({"sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"] * 2}, 32, "0101"),
     ],
@@ -186,6 +250,7 @@ def test_sliding_window_forms(changes: dict[str, object], window: int | None, la
         (2, {"eos_token_id": [7, 2]}, (7, 2)),
         ([2, 2], {"eos_token_id": None}, (2,)),
         (0, None, (0,)),
+        ([2, 1000, 2**70], None, (2,)),  # outside the vocabulary: cannot be sampled
     ],
 )
 def test_eos_comes_from_both_files(config: object, generation: dict[str, object] | None, ids: tuple[int, ...]) -> None:

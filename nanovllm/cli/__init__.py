@@ -53,7 +53,7 @@ SystemOption = Annotated[str | None, typer.Option(help="An instruction that come
 @with_options(config=ENGINE, params=SAMPLING)
 def generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts. - stands for all that comes on standard input.")
+        list[str] | None, typer.Argument(help="Prompts. - is all of standard input, less one newline at its end.")
     ] = None,
     file: Annotated[
         str | None, typer.Option(help="Read more prompts, one a line, from this file (- = standard input).")
@@ -147,18 +147,23 @@ def plan_command(
 
 
 def read_prompts(given: list[str], file: str | None) -> list[str]:
-    if file == "-" and "-" in given:
+    if given.count("-") + (file == "-") > 1:
         raise RequestError("standard input can be read only once: give either - or --file -")
-    texts = [sys.stdin.read() if text == "-" else text for text in given]
+    # echo and here-documents end with a newline that is not meant to be part of the prompt
+    texts = [read_text(text).removesuffix("\n") if text == "-" else text for text in given]
     if file is not None:
-        try:
-            content = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--file {file}: cannot be read: {error}") from None
-        texts += [line for line in content.splitlines() if line.strip()]
+        texts += [line for line in read_text(file).splitlines() if line.strip()]
     if not texts:
         raise RequestError("no prompt: give one, or --file, or - to read standard input")
     return texts
+
+
+def read_text(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        name = "standard input" if file == "-" else f"--file {file}"
+        raise RequestError(f"{name}: cannot be read: {error}") from None
 
 
 def load(config: EngineConfig) -> LLMEngine:

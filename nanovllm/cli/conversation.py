@@ -93,4 +93,8 @@ class Chat:
             printer.show({request_id: outputs[0]}, end=True)
             note("(stopped)")
         self.outputs += outputs
-        self.messages = [*messages, {"role": "assistant", "content": outputs[0].outputs[0].text}]
+        answer = outputs[0].outputs[0]
+        content = answer.text
+        if answer.finish_reason == "stop" and answer.stop_reason is None:  # by eos, which the template writes itself
+            content = content.removesuffix(self.engine.tokenizer.decode(answer.token_ids[-1:]))
+        self.messages = [*messages, {"role": "assistant", "content": content}]

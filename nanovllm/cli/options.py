@@ -198,6 +198,6 @@ SAMPLING = OptionGroup(
         "allowed_token_ids": "Write only this token. Give it again for more.",
         "bad_words": "Never write this text. Give it again for more.",
         "skip_special_tokens": "Leave end markers and the like out of the text.",
-        "include_stop_str_in_output": "Keep the stop text at the end.",
+        "include_stop_str_in_output": "Keep the stop string or stop token at the end of the text.",
     },
 )

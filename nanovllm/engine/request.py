@@ -41,9 +41,12 @@ class Completion:
         return self.detokenizer.text
 
     def _unfed(self) -> list[int]:
-        output = self.seq.token_ids[self.seq.num_prompt + self.num_fed :]
+        seq = self.seq
+        output = seq.token_ids[seq.num_prompt + self.num_fed :]
         self.num_fed += len(output)
-        return output
+        # As in vLLM, the token that ended the answer by its id (eos, stop_token_ids) is text only if stop strings are.
+        ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+        return output[:-1] if ended_by_id and not seq.params.include_stop_str_in_output else output
 
 
 @dataclass

@@ -17,8 +17,10 @@ import math
 
 import torch
 
-from nanovllm.errors import ModelError
+from nanovllm.errors import ConfigError, ModelError
 from nanovllm.model_config import RopeConfig, positive_float
+
+MAX_TABLE_BYTES = 2**30  # two million positions of a head of 128
 
 
 def frequencies(rope: RopeConfig, max_position: int, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -36,7 +38,7 @@ def frequencies(rope: RopeConfig, max_position: int, max_model_len: int) -> tupl
         # text this engine serves; up to the trained length nothing changes.
         stretch = factor * max(max_model_len, max_position) / max_position - (factor - 1)
         return 1.0 / (rope.theta * stretch ** (dim / (dim - 2))) ** exponents, 1.0
-    original = positive_float(rope.params, "original_max_position_embeddings", max_position)
+    original = rope.params.get("original_max_position_embeddings", max_position)
     if rope.kind == "llama3":
         return _llama3(plain, factor, original, rope), 1.0
     assert rope.kind == "yarn"
@@ -60,11 +62,13 @@ def _yarn(plain: torch.Tensor, factor: float, original: float, rope: RopeConfig)
         """The (fractional) pair that makes so many turns over the original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    first = pair_turning(positive_float(params, "beta_fast", 32.0))
-    last = pair_turning(positive_float(params, "beta_slow", 1.0))
+    fast, slow = positive_float(params, "beta_fast", 32.0), positive_float(params, "beta_slow", 1.0)
+    if fast < slow:
+        raise ModelError(f"config.json: beta_fast={fast} must be at least beta_slow={slow}")
+    first, last = pair_turning(fast), pair_turning(slow)
     if params.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0.0), min(last, dim - 1.0)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
     keep = 1 - ramp.clamp(0, 1)
 
@@ -73,15 +77,21 @@ def _yarn(plain: torch.Tensor, factor: float, original: float, rope: RopeConfig)
 
     attention = params.get("attention_factor")
     if attention is None:
-        m, all_dim = params.get("mscale"), params.get("mscale_all_dim")
-        attention = sharpen(m) / sharpen(all_dim) if m and all_dim else sharpen(1.0)
-    attention = positive_float({"attention_factor": attention}, "attention_factor")
+        attention = sharpen(1.0)
+        if params.get("mscale") and params.get("mscale_all_dim"):
+            attention = sharpen(positive_float(params, "mscale")) / sharpen(positive_float(params, "mscale_all_dim"))
     return (1 - keep) * plain / factor + keep * plain, attention
 
 
 def cos_sin_table(rope: RopeConfig, max_position: int, max_model_len: int) -> torch.Tensor:
     """[max_model_len, rotary_dim] in fp32: cosines, then sines. Computed on the CPU, whose sine is exact enough for
     angles of 100,000 radians."""
+    longest = MAX_TABLE_BYTES // (4 * rope.rotary_dim)
+    if max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len={max_model_len}: the rotary table of this model can have at most {longest} positions; set "
+            "max_model_len to what you need"
+        )
     speeds, factor = frequencies(rope, max_position, max_model_len)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), speeds)
     return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)

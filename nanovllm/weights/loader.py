@@ -12,6 +12,7 @@ parameter would have: filled alike, proved alike.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from nanovllm.hardware.parallel import Shard
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.rules import Rule, find_destination
 
+logger = logging.getLogger("nanovllm")
+COMPARED_ROWS = 4096  # at once
 DUMMY_RANGE = 1e-3  # uniform in +-1e-3, as vLLM's dummy loader draws, so that figures compare
 
 
@@ -89,7 +92,7 @@ def load_dummy(model: nn.Module, seed: int, places: Places | None = None) -> Non
 def load_weights(
     model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...], places: Places | None = None
 ) -> None:
-    found = _prove_complete(model, checkpoint, rules, _all_places(model, places))
+    found, tied = _prove_complete(model, checkpoint, rules, _all_places(model, places))
     for name, place in tqdm(found.items(), desc="loading weights", unit="tensor", disable=None, leave=False):
         if isinstance(place, OnDisk):
             place.remember(name)
@@ -97,6 +100,26 @@ def load_weights(
             place.target.copy_(checkpoint.read_piece(name, place.shard.dim, place.shard.start, place.shard.length))
         elif isinstance(place, torch.Tensor):
             place.copy_(checkpoint.read(name))
+    for name, parameter in tied.items():
+        if _differs(model, checkpoint, name, parameter):
+            logger.warning(
+                "%s: %s differs from the embedding, but config.json ties the two: the embedding is used for both. To "
+                "use the file's head, set tie_word_embeddings to false in config.json", checkpoint.path, name,
+            )  # fmt: skip
+
+
+def _differs(model: nn.Module, checkpoint: Checkpoint, name: str, parameter: str) -> bool:
+    """Whether a tensor, or this rank's rows of it, differs from the parameter that it is tied to; in pieces, so that
+    neither the host nor the device needs room for a second head."""
+    shards: dict[str, Shard] = getattr(model.get_submodule(parameter.rpartition(".")[0]), "shards", {})
+    place = as_place(model.get_parameter(parameter).data, shards.get(""))
+    if tuple(checkpoint.shape(name)) != tuple(place.shape):
+        return True
+    target, start = (place.target, place.shard.start) if isinstance(place, Piece) else (place, 0)
+    return any(
+        not torch.equal(checkpoint.read_piece(name, 0, start + at, len(rows)).to(rows), rows)
+        for at, rows in zip(range(0, len(target), COMPARED_ROWS), target.split(COMPARED_ROWS))
+    )
 
 
 def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> None:
@@ -129,19 +152,23 @@ def as_place(target: torch.Tensor, shard: Shard | None) -> Place:
 
 def _prove_complete(
     model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...], places: dict[str, Mapping[str, Place]]
-) -> dict[str, Place]:
-    """Tensor name -> the place it fills."""
+) -> tuple[dict[str, Place], dict[str, str]]:
+    """Tensor name -> the place it fills; and, of tensors that are not loaded, -> the tied parameter it would fill."""
     names = checkpoint.names()
     if not names:
         raise ModelError(f"{checkpoint.path}: no *.safetensors beside config.json (load_format='dummy' needs none)")
     # Another name of a parameter that is loaded elsewhere (a head tied to the embedding).
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - places.keys()
     found: dict[str, Place] = {}
+    copies: dict[str, str] = {}
     filled: set[tuple[str, str]] = set()
     unused: list[str] = []
     for name in names:
         destination = find_destination(rules, name)
-        if destination and (destination.parameter is None or destination.parameter in tied):
+        if destination and destination.parameter in tied:
+            copies[name] = destination.parameter
+            continue
+        if destination and destination.parameter is None:
             continue
         if destination is None or destination.part not in places.get(destination.parameter, {}):
             unused.append(name)
@@ -154,7 +181,7 @@ def _prove_complete(
         _check_shape(checkpoint, name, found[name])
     missing = [_spell(name, part) for name, parts in places.items() for part in parts if (name, part) not in filled]
     _refuse(checkpoint, missing, unused)
-    return found
+    return found, copies
 
 
 def _spell(name: str, part: str) -> str:

@@ -76,7 +76,14 @@ class SafetensorsFolder:
         return self._shard_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._shard(name).get_slice(name).get_shape())
+        """ModelError for a tensor that is quantised: without its scales its numbers mean nothing."""
+        stored = self._shard(name).get_slice(name)
+        if stored.get_dtype() not in _DTYPES:
+            raise ModelError(
+                f"{self.path}: {name} is stored as {stored.get_dtype()}, not as plain numbers ({', '.join(_DTYPES)}); "
+                "this engine computes no quantised safetensors: get the 16-bit files of the model, or a GGUF file."
+            )
+        return tuple(stored.get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         try:

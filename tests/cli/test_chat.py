@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.inputs import InputProcessor
 from tests.cli.runner import SMALL, Run
-from tests.tiny_models import TinyModel
+from tests.tiny_models import EOS, TinyModel
 
 LINES = ["the town", "rain"]
 
@@ -40,6 +41,25 @@ def test_keeps_the_conversation(run: Run, args: Any, replies: list[str]) -> None
     result = run("chat", *args, stdin="the town\n\nrain\n")
     assert result.code == 0
     assert result.out == f"{replies[0]}\n{replies[1]}\n"
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_the_end_marker_stays_out_of_the_conversation(
+    run: Run, args: Any, monkeypatch: pytest.MonkeyPatch, shown: bool
+) -> None:
+    """The template writes the end of a turn itself."""
+    conversations: list[list[dict[str, str]]] = []
+    render = InputProcessor.render_chat
+
+    def watch(inputs: InputProcessor, messages: Any, *more: Any, **options: Any) -> list[int]:
+        conversations.append(messages)
+        return render(inputs, messages, *more, **options)
+
+    monkeypatch.setattr(InputProcessor, "render_chat", watch)
+    options = ["--no-ignore-eos", "--logit-bias", f"{EOS}=100", "--no-skip-special-tokens"]
+    result = run("chat", *args, *options, *["--include-stop-str-in-output"] * shown, stdin="the town\nrain\n")
+    assert result.out == ("<|eos|>\n<|eos|>\n" if shown else "\n\n")
+    assert conversations[1][1] == {"role": "assistant", "content": ""}
 
 
 def test_reset_exit_and_unknown(run: Run, args: Any, replies: list[str]) -> None:

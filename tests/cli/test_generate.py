@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli import read_prompts
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import RequestError
 from tests.cli.runner import SMALL, Run
 from tests.tiny_models import TinyModel
 
@@ -82,8 +85,31 @@ def test_file_and_stdin(run: Run, args: Any, texts: dict[str, list[str]], tmp_pa
     expected = "".join(f"[{i + 1}/3] {PROMPTS[i]}\n{texts['chat'][i]}\n" for i in range(3))
     assert run("generate", PROMPTS[0], "--file", file, *args, "--max-tokens", 12).out == expected
     assert run("generate", "--file", "-", *args, "--max-tokens", 12, stdin="\n".join(PROMPTS)).out == expected
-    # a single - is one prompt, newlines and all
-    assert run("generate", "-", *args, "--max-tokens", 12, stdin=PROMPTS[0]).out == texts["chat"][0] + "\n"
+    # a single - is one prompt, its newlines included; only the one that echo writes at the end is not
+    for stdin in (PROMPTS[0], PROMPTS[0] + "\n"):
+        assert run("generate", "-", *args, "--max-tokens", 12, stdin=stdin).out == texts["chat"][0] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("stdin", "prompt"),
+    [(b"x", "x"), (b"x\n", "x"), (b"x\r\n", "x"), (b"x\n\n", "x\n"), (b"\nx y\n z\n", "\nx y\n z"), (b"\n", "")],
+)
+def test_one_newline_at_the_end_of_standard_input_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, stdin: bytes, prompt: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+    assert read_prompts(["a\n", "-"], None) == ["a\n", prompt]  # an argument is taken as it is
+
+
+def test_standard_input_is_text_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    for given, file in ((["-"], None), ([], "-")):
+        with pytest.raises(RequestError, match=r"standard input: cannot be read: .*0xff"):
+            read_prompts(given, file)
+        sys.stdin.seek(0)
+    for given, file in ((["-", "-"], None), (["-"], "-")):
+        with pytest.raises(RequestError, match="only once"):
+            read_prompts(given, file)
 
 
 def test_json(run: Run, args: Any, texts: dict[str, list[str]]) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import time
 
 import pytest
@@ -122,6 +123,9 @@ def reference(kind, prompt_ids, ids, skip=True):
 # --- text ------------------------------------------------------------------------------------------------------------
 
 TEXTS = st.text(alphabet=st.sampled_from("the stop fox.,\n ab你好世界😀é👩\u200d"), max_size=60)
+# They begin or end inside a character.
+CUT_TEXTS = st.tuples(TEXTS.map(str.encode), st.integers(0, 3), st.integers(0, 3))
+BYTES = st.one_of(st.binary(max_size=30), CUT_TEXTS.map(lambda cut: cut[0][cut[1] : len(cut[0]) - cut[2]]))
 CUTS = st.lists(st.integers(0, 500), max_size=8)
 
 
@@ -145,14 +149,15 @@ def test_any_tokens_at_all(kind, data):
     size = len(tokenizer_of(kind))
     ids = data.draw(st.lists(st.integers(0, size + 3), max_size=80))
     skip = data.draw(st.booleans())
-    prompt_ids = encode(kind, data.draw(TEXTS))
+    prompt_ids = data.draw(st.one_of(TEXTS.map(lambda text: encode(kind, text)), st.lists(st.integers(0, size + 3))))
     outcomes = {
         stream(make(kind, prompt_ids, skip_special_tokens=skip), chunks)[0][-1]
         for chunks in (singles(ids), [ids], chunked(ids, data.draw(CUTS)))
     }
     assert len(outcomes) == 1
     expected = reference(kind, prompt_ids, ids, skip)
-    if kind == "byte_level" or "\ufffd" not in expected:
+    is_whole = "\ufffd" not in reference(kind, [], prompt_ids, skip)
+    if is_whole and (kind == "byte_level" or "\ufffd" not in expected):
         assert outcomes == {expected}
 
 
@@ -166,6 +171,44 @@ def test_any_bytes(kind, data, cuts):
     assert len(outcomes) == 1
     if kind == "byte_level":
         assert outcomes == {data.decode("utf-8", errors="replace")}
+
+
+def text_of(kind, data):
+    """Byte-fallback decoders show every byte that is no character as U+FFFD of its own, byte-level ones do not."""
+    if kind == "byte_level":
+        return data.decode(errors="replace")
+    return re.sub("[\udc80-\udcff]", "\ufffd", data.decode(errors="surrogateescape"))
+
+
+@kinds
+@settings(max_examples=200, deadline=None)
+@given(prompt=BYTES, data=BYTES, cuts=CUTS)
+def test_any_bytes_after_any_bytes(kind, prompt, data, cuts):
+    """What the prompt broke off is completed by the output or is not shown; whole characters always are."""
+    prompt_ids, ids = encode(kind, "the fox") + byte_ids(kind, prompt), byte_ids(kind, data)
+    before, both = text_of(kind, prompt), text_of(kind, prompt + data)
+    common = next((at for at, pair in enumerate(zip(before, both)) if pair[0] != pair[1]), min(len(before), len(both)))
+    for chunks in (singles(ids), [ids], chunked(ids, cuts)):
+        assert stream(make(kind, prompt_ids), chunks)[0][-1] == both[common:]
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "llama"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_broken_bytes_do_not_destroy_the_characters_beside_them(kind, skip):
+    """tokenizers' ByteFallback writes U+FFFD for each byte of a run of byte tokens if any of the run is invalid."""
+    you, end = byte_ids(kind, "你".encode()), tokenizer_of(kind).convert_tokens_to_ids("<|end|>")
+    the = encode(kind, "the")
+    for ids, expected in (
+        (you * 5, "你" * 5),
+        (you * 30, "你" * 30),
+        ([*you, *you[:1], *you * 2], "你\ufffd你你"),
+        ([*you, *encode(kind, " stop")[-1:], *you], "你 stop你"),
+        ([*you, *you[:1], len(tokenizer_of(kind)) + 3, *you[1:]], "你你"),  # an id outside the vocabulary shows nothing
+        ([*you, *you[:1], end, *you[1:]], "你你" if skip else "你\ufffd<|end|>\ufffd\ufffd"),
+    ):
+        for chunks in (singles(ids), [ids]):
+            texts, _, _ = stream(make(kind, the + you[:2], skip_special_tokens=skip), chunks)
+            assert texts[-1] == expected
 
 
 @kinds

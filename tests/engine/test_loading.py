@@ -88,10 +88,43 @@ def test_tensors_that_old_checkpoints_carry_are_accepted(
     make_llm: MakeLLM, llama: TinyModel, llama_copy: Path, weights: dict[str, torch.Tensor]
 ) -> None:
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-    weights["lm_head.weight"] = torch.zeros_like(weights["model.embed_tokens.weight"])  # tied: the embedding counts
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     write(llama_copy, weights)
     outputs = make_llm(llama_copy).generate(llama.prompts, GREEDY, use_tqdm=False)
     assert [o["token_ids"] for o in outputs] == llama.tokens
+
+
+@pytest.mark.parametrize("change", ["last number", "shape", "none"])
+def test_a_head_that_differs_from_its_tied_embedding_is_warned_of(
+    make_llm: MakeLLM, llama: TinyModel, llama_copy: Path, weights: dict[str, torch.Tensor], change: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """config.json decides: the embedding is the head, as in vLLM."""
+    head = weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    if change == "last number":
+        head[-1, -1] += 1
+    elif change == "shape":
+        weights["lm_head.weight"] = head[:-1]
+    write(llama_copy, weights)
+    outputs = make_llm(llama_copy).generate(llama.prompts, GREEDY, use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == llama.tokens
+    said = [record.getMessage() for record in caplog.records if "lm_head.weight" in record.getMessage()]
+    assert len(said) == (change != "none")
+    assert all("tie_word_embeddings" in line and str(llama_copy) in line for line in said)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_quantized_weights_without_a_config_are_refused_by_name(
+    make_llm: MakeLLM, llama_copy: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype, name: str
+) -> None:
+    """Cast like numbers they would give text without sense and without an error: their scales are not known."""
+    weights[name] = weights[name].to(dtype)
+    write(llama_copy, weights)
+    with pytest.raises(ModelError) as error:
+        make_llm(llama_copy)
+    assert f"{name} is stored as " in str(error.value)
+    assert "F32, F16, BF16, F64" in str(error.value)
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(

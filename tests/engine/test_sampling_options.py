@@ -98,6 +98,29 @@ def test_stop_token_ids(llm: LLM, llama: TinyModel) -> None:
     assert (out.token_ids, out.finish_reason, out.stop_reason) == (wanted.tokens[: first + 1], "stop", stop)
 
 
+@pytest.mark.parametrize("decode_steps", [1, 4])
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_the_token_that_ends_an_answer_is_no_text(
+    make_llm: MakeLLM, letters: list[int], decode_steps: int, skip_special_tokens: bool
+) -> None:
+    """As in vLLM: token_ids and logprobs have it, the text only if include_stop_str_in_output."""
+    llm = make_llm(decode_steps=decode_steps)
+    full = run(llm, allowed_token_ids=letters, max_tokens=20)
+    stop = full.token_ids[6]
+    at = full.token_ids.index(stop)
+    params = {"max_tokens": 20, "logprobs": 0, "skip_special_tokens": skip_special_tokens, "stop": ["##"]}
+    by_id = {**params, "allowed_token_ids": letters, "stop_token_ids": [stop]}
+    by_eos = {**params, "structured_outputs": {"choice": ["the town"]}}
+    marker = "" if skip_special_tokens else "<|eos|>"
+    for wanted, given, end in ((full.text[:at], by_id, full.text[at]), ("the town", by_eos, marker)):
+        out = run(llm, **given)
+        assert (out.text, out.finish_reason) == (wanted, "stop")
+        assert out.token_ids[-1] == (stop if given is by_id else EOS)
+        assert len(out.logprobs) == len(out.token_ids)
+        shown = run(llm, include_stop_str_in_output=True, **given)
+        assert (shown.text, shown.token_ids) == (wanted + end, out.token_ids)
+
+
 @pytest.mark.parametrize("min_tokens", [0, 1, 2, 5])
 def test_min_tokens_bans_eos_and_stop_tokens(llm: LLM, min_tokens: int) -> None:
     for params in ({"logit_bias": {EOS: 100.0}}, {"logit_bias": {50: 100.0}, "stop_token_ids": [50]}):

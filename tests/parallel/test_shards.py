@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.parallel import Parallel, Shard
@@ -34,6 +37,23 @@ def test_logits_of_several_ranks_are_those_of_one(
         assert rank["logits"] == found[0]["logits"], "all ranks must sample from the same numbers"
         assert rank["numbers"] == [10 * i for i in range(size)]
         assert rank["num_read"] < 0.75 * num_whole, "a rank reads its own share of the checkpoint"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_compares_its_rows_of_a_tied_head(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
+    shutil.copytree(tiny("qwen3-bias-tied").path, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    head = weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file)
+    build(tmp_path, Parallel(rank=rank, size=2))
+    assert not caplog.records
+    head[-1] += 1  # of the second rank
+    save_file(weights, file)
+    build(tmp_path, Parallel(rank=rank, size=2))
+    assert len(caplog.records) == rank
 
 
 def test_shares() -> None:

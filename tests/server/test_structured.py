@@ -39,6 +39,21 @@ def test_structured_outputs_in_a_stream(server: Running, client: openai.OpenAI) 
     assert "".join(chunk.choices[0].text for chunk in stream) in ("red rain", "blue")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_marker_is_no_text_even_when_special_tokens_are(
+    server: Running, client: openai.OpenAI, stream: bool
+) -> None:
+    settings = {"model": server.model, "stream": stream, "max_tokens": 40, "logprobs": True, "messages": MESSAGES}
+    extra = {"structured_outputs": {"choice": ["red rain"]}, "skip_special_tokens": False}
+    for more, text in (({}, "red rain"), ({"include_stop_str_in_output": True}, "red rain<|eos|>")):
+        answer = client.chat.completions.create(**settings, extra_body={**extra, **more})  # type: ignore[call-overload]
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        parts = [(choice.delta if stream else choice.message).content or "" for choice in choices]
+        tokens = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert ("".join(parts), choices[-1].finish_reason) == (text, "stop")
+        assert "".join(tokens) == "red rain<|eos|>"  # every token has its log probability, the last one too
+
+
 FORMS = [
     ({"regex": "(ab|cd){2}"}, {"abab", "abcd", "cdab", "cdcd"}), ({"choice": ["red", "blue"]}, {"red", "blue"}),
     ({"grammar": 'start: "x" ("y" | "z")'}, {"xy", "xz"}), ({"json": {"enum": [1, 2]}}, {"1", "2"}),

@@ -168,6 +168,16 @@ def test_calls_that_the_model_makes_by_itself(server: Running, text: str, conten
     assert len(single["calls"]) == min(num_calls, 1)
 
 
+def test_the_end_marker_is_no_content_beside_calls(server: Running) -> None:
+    extra = {"structured_outputs": {"grammar": dictated(server, f"<tool_call>{CALL}</tool_call>")}}
+    extra["skip_special_tokens"] = False  # type: ignore[assignment]
+    with server.client() as client:
+        [one] = as_whole(ask(client, server, extra_body=extra))
+        [streamed] = assemble(ask(client, server, extra_body=extra, stream=True))
+    assert streamed == one
+    assert (one["content"], len(one["calls"]), one["reason"]) == ("", 1, "tool_calls")
+
+
 def dictated(server: Running, text: str) -> str:
     """A grammar of one text, its tags as a model would write them."""
     known = server.engine.tokenizer.get_added_vocab()
