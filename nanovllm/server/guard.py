@@ -1,16 +1,20 @@
-"""What surrounds a request: whose it is (Gate), how much it may send (read_bytes), when its work ends early (Guard)."""
+"""What surrounds a request: whose it is (Gate), how much it may send (read_bytes), when its work ends early (Guard).
+
+Time limits are cancel scopes of anyio, here and in service.py. asyncio.wait_for loses a cancellation that comes in the
+same iteration of the event loop as the result (before Python 3.12), and the request of a client that left would run on;
+asyncio.timeout does not exist before 3.11.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import re
 import uuid
 from types import TracebackType
-from typing import Any
 
+import anyio
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,10 +32,9 @@ class ClientGone(Exception):
 
 async def read_bytes(request: Request, limit: int) -> bytes:
     """The body, if it is not too large and comes in time."""
-    try:
-        return await asyncio.wait_for(_collect(request, limit), BODY_SECONDS)
-    except (asyncio.TimeoutError, TimeoutError):
-        raise timed_out("sending the body", BODY_SECONDS) from None
+    with anyio.move_on_after(BODY_SECONDS):
+        return await _collect(request, limit)
+    raise timed_out("sending the body", BODY_SECONDS)
 
 
 async def _collect(request: Request, limit: int) -> bytes:
@@ -98,45 +101,31 @@ def _digest(key: bytes) -> bytes:
 
 
 class Guard:
-    """`async with Guard(receive, seconds):` the task inside is cancelled when the client leaves or the time is up, and
-    the block then ends with ClientGone or a 408. To be entered after the body was read: from then on all that can
-    come from the client is its departure."""
+    """`async with Guard(receive, seconds):` what runs inside is cancelled when the client leaves or the time is up, and
+    the block then ends with ClientGone or a 408. The cancel scope repeats the cancellation in every iteration of the
+    event loop until the block has ended, so code inside that swallows one only delays the end. To be entered after the
+    body was read: from then on all that can come from the client is its departure."""
 
     def __init__(self, receive: Receive, seconds: float) -> None:
         self._receive = receive
         self._seconds = seconds
-        self._reason: Exception | None = None
+        self._gone = False
 
     async def __aenter__(self) -> Guard:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task: asyncio.Task[Any] = task
-        self._timer = asyncio.get_running_loop().call_later(
-            self._seconds, self._end, timed_out("the request", self._seconds)
-        )
+        self._scope = anyio.move_on_after(self._seconds)
+        self._scope.__enter__()
         self._watcher = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timer.cancel()
         self._watcher.cancel()
-        if self._reason is None:
-            return
-        if hasattr(self._task, "uncancel"):  # Python 3.11: this cancellation ends here
-            self._task.uncancel()
-        if kind is asyncio.CancelledError:
-            raise self._reason
-        with contextlib.suppress(asyncio.CancelledError):  # the work ended first, the cancellation is still to come
-            await asyncio.sleep(0)
+        if self._scope.__exit__(kind, error, trace):  # what ended the block was this scope's cancellation
+            raise ClientGone() if self._gone else timed_out("the request", self._seconds)
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._end(ClientGone())
-
-    def _end(self, reason: Exception) -> None:
-        if self._reason is None:
-            self._reason = reason
-            self._task.cancel()
+        self._gone = True
+        self._scope.cancel()

@@ -109,11 +109,13 @@ class EngineReplica:
         `number` are for the router. That the client has left is known here by the cancellation of this call."""
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        left = asyncio.Event()
 
         async def receive() -> Message:
-            while not parts:
-                await asyncio.sleep(3600)
-            return parts.pop()
+            if parts:
+                return parts.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -131,6 +133,7 @@ class EngineReplica:
                 if found := [message for message in messages if message is not None]:
                     yield found
         finally:
+            left.set()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

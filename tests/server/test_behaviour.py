@@ -50,13 +50,13 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool, many: bool
 ) -> None:
     """Lesson 30: abort was never called on disconnect."""
-    began, noticed, end = slow_down(server, monkeypatch, 0.2), [], Guard._end
+    began, noticed, watch = slow_down(server, monkeypatch, 0.2), [], Guard._watch
 
-    def note(guard: Guard, reason: Exception) -> None:
+    async def note(guard: Guard) -> None:
+        await watch(guard)
         noticed.append(len(began))
-        end(guard, reason)
 
-    monkeypatch.setattr(Guard, "_end", note)
+    monkeypatch.setattr(Guard, "_watch", note)
     body = {**LONG, "stream": stream, "prompt": ["the rain", "men"] if many else "the rain", "n": 2}
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
