@@ -252,7 +252,7 @@ def _as_problem(error: Exception, is_fact: bool) -> ApiError:
 
 
 def _plain(scope: Scope) -> Scope:
-    """What of a scope can travel and matters. The key stays here: the replicas ask for none."""
+    """What of a scope can travel and matters. Key and origin stay here: the Gate of this process has checked them."""
     names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
     kept = {name: scope[name] for name in names if name in scope}
     headers = [(name, value) for name, value in scope["headers"] if name in (b"content-type", b"host", b"accept")]
@@ -294,7 +294,8 @@ def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: in
         stack.callback(ray.shutdown)
         try:
             serve.start(proxy_location="Disabled", logging_config=quiet)
-            app = _deployment(config, options, num_replicas).bind(config, replace(options, api_key=None))
+            inside = replace(options, api_key=None, allowed_origins=())  # the front asks for keys and answers pages
+            app = _deployment(config, options, num_replicas).bind(config, inside)
             try:
                 handle = serve.run(app, name=name, route_prefix=None, logging_config=quiet)
             except RuntimeError as error:
