@@ -6,6 +6,7 @@ The engine is paused where that matters: a request that was not aborted then sta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -78,6 +79,43 @@ def test_reading_a_body_loses_no_cancellation() -> None:
         return await in_this_order(task, lambda: body.put_nowait(message), done, cancelled)
 
     assert [order for order in ORDERS if not asyncio.run(once(*order))] == []
+
+
+@pytest.mark.parametrize("num_swallowed", [0, 1, 3])
+def test_a_guard_ends_its_block_in_any_order(num_swallowed: int) -> None:
+    """And leaves no cancellation behind for what comes after the block."""
+
+    async def once(done: int, left: int) -> list[str]:
+        gone, result, seen = asyncio.Event(), asyncio.get_running_loop().create_future(), []
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def request() -> None:
+            with contextlib.suppress(guard.ClientGone):
+                async with guard.Guard(receive, 600):
+                    for _ in range(num_swallowed):
+                        with contextlib.suppress(asyncio.CancelledError):
+                            await asyncio.sleep(600)
+                    await result
+                    await asyncio.sleep(600)
+                    seen.append("a ghost")
+                seen.append("an end without ClientGone")
+            await asyncio.sleep(0)
+            seen.append("the next")
+
+        task = asyncio.ensure_future(request())
+        for iteration in range(max(done, left) + 1):
+            if iteration == done and not result.done():
+                result.set_result(1)
+            if iteration == left:
+                gone.set()
+            await asyncio.sleep(0)
+        await asyncio.wait_for(task, 20)
+        return seen
+
+    assert [order for order in ORDERS if asyncio.run(once(*order)) != ["the next"]] == []
 
 
 def test_wait_for_is_not_used() -> None:

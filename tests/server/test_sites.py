@@ -13,6 +13,7 @@ from nanovllm.engine.replay import Trace
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.trace_app import make_trace_app
+from tests.cli.runner import make_runner
 from tests.server.rig import Running, running
 from tests.server.test_refusals import check_error
 from tests.tiny_models import TinyModel
@@ -225,6 +226,17 @@ def test_the_list_opens_no_more_than_it_says(open_to_app: Running) -> None:
 def test_lists_that_could_not_mean_anything(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(option))}.*for example"):
         ServerOptions(**option)
+
+
+def test_the_command_takes_several(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run, seen = make_runner(monkeypatch, capsys), []
+    monkeypatch.setattr("nanovllm.server.run.serve", lambda config, options, say: seen.append(options))
+    words = ("--allowed-hosts", "a", "--allowed-hosts", "b", "--allowed-origins", APP)
+    assert run("serve", *words).code == 0
+    assert (seen[0].allowed_hosts, seen[0].allowed_origins) == (("a", "b"), (APP,))
+    wrong = run("serve", "--allowed-hosts", "http://a:80")
+    assert wrong.code == 2
+    assert "allowed_hosts: 'http://a:80' is not a name without scheme and port" in wrong.err
 
 
 def test_trace_view_answers_to_the_same_names_only() -> None:
