@@ -24,6 +24,7 @@ import pytest
 from nanovllm.config import POLICIES, EngineConfig
 from nanovllm.model_config import ROPE_TYPES
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import ServerOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -185,13 +186,13 @@ def documented(page: str, first_field: str) -> dict[str, Any]:
     """Name -> default of the table that begins with this field."""
     rows = [row for row in table_rows(read(page)) if row[0].startswith("`")]
     start = next(i for i, row in enumerate(rows) if row[0] == f"`{first_field}`")
-    end = next((i for i, row in enumerate(rows) if i > start and row[0] in ("`n`", "`model`")), len(rows))
+    end = next((i for i, row in enumerate(rows) if i > start and row[0] in ("`n`", "`model`", "`host`")), len(rows))
     assert all(len(row) == 4 for row in rows[start:end])
     return {row[0].strip("`"): ast.literal_eval(row[1].strip("`")) for row in rows[start:end]}
 
 
 @pytest.mark.parametrize("page", OPTIONS)
-@pytest.mark.parametrize("options", [EngineConfig, SamplingParams])
+@pytest.mark.parametrize("options", [EngineConfig, SamplingParams, ServerOptions])
 def test_option_tables_are_those_of_the_code(page: str, options: type) -> None:
     expected = {field.name: field.default for field in dataclasses.fields(options)}
     found = documented(page, next(iter(expected)))

@@ -17,15 +17,21 @@ from nanovllm.server.options import ServerOptions
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 API_KEY = "NANOVLLM_API_KEY"
+LISTS = ("allowed_hosts", "allowed_origins")
 
 SERVER = OptionGroup(
     title="Server",
     of=ServerOptions,
-    build=lambda values: ServerOptions(**values),
+    build=lambda values: ServerOptions(**values | {name: tuple(values[name] or ()) for name in LISTS}),
+    types=dict.fromkeys(LISTS, list[str]),
     help={
         "host": "Address to listen on; the default is reachable from this machine only.",
         "port": "Port to listen on; 0 takes any free one.",
         "api_key": f"Key that clients must send; better in the variable {API_KEY}, which other users cannot see.",
+        "allowed_hosts": "A name that this server is reached by, beside IP addresses and localhost; '*' = any. Give it "
+        "again for more.",
+        "allowed_origins": "A web page of another site that may use this server, say https://chat.example.com; "
+        "'*' = any. Give it again for more.",
         "served_model_name": "The model's name in requests and answers; default: its own.",
         "max_waiting": "Completions that may wait for their turn; beyond that clients get 429.",
         "request_timeout": "Seconds a request may take.",

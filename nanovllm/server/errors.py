@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 from nanovllm.errors import EngineDeadError, RequestError
 
 TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-    408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
-    500: "server_error", 503: "service_unavailable_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
+    421: "invalid_request_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error",
 }  # fmt: skip
 MAX_MESSAGE = 500  # characters: a client that sends a megabyte of nonsense is not sent it back
 ENGINE_FAILED = "the engine has failed and cannot serve requests until it is started anew; /health says more"

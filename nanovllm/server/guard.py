@@ -1,20 +1,27 @@
-"""What surrounds a request: whose it is (Gate), how much it may send (read_bytes), when its work ends early (Guard)."""
+"""What surrounds a request: whose it is (Gate), how much it may send (read_bytes), when its work ends early (Guard).
+
+Time limits are cancel scopes of anyio, here and in service.py. asyncio.wait_for loses a cancellation that comes in the
+same iteration of the event loop as the result (before Python 3.12), and the request of a client that left would run on;
+asyncio.timeout does not exist before 3.11.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import re
 import uuid
 from types import TracebackType
-from typing import Any
 
+import anyio
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError, timed_out
+from nanovllm.server.hosts import PORTS, is_address, split_host, split_origin
 from nanovllm.server.options import ServerOptions
 
 BODY_SECONDS = 30.0  # to send a body: who sends a byte a minute would hold a connection for ever
@@ -28,10 +35,9 @@ class ClientGone(Exception):
 
 async def read_bytes(request: Request, limit: int) -> bytes:
     """The body, if it is not too large and comes in time."""
-    try:
-        return await asyncio.wait_for(_collect(request, limit), BODY_SECONDS)
-    except (asyncio.TimeoutError, TimeoutError):
-        raise timed_out("sending the body", BODY_SECONDS) from None
+    with anyio.move_on_after(BODY_SECONDS):
+        return await _collect(request, limit)
+    raise timed_out("sending the body", BODY_SECONDS)
 
 
 async def _collect(request: Request, limit: int) -> bytes:
@@ -51,11 +57,22 @@ async def _collect(request: Request, limit: int) -> bytes:
 
 
 class Gate:
-    """ASGI: gives the request an id (the client's X-Request-Id, if it sent one) and asks for the key."""
+    """ASGI: lets in who may use this server, and gives the request an id (the client's X-Request-Id, if it sent one).
+
+    A browser sends requests to this server for any web page that it shows. Two checks keep such pages out:
+    - Host. A page can have the name of its own site resolve to this machine once it is loaded (DNS rebinding), and the
+      browser then takes this server for that site. It cannot do so under an IP address or a name of ours.
+    - Origin. A page of another site is named there, and refused unless it was allowed (CORS). Other clients (curl, the
+      openai package) send no Origin.
+    """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
         self._key = None if options.api_key is None else _digest(options.api_key.encode())
+        self._any_host, self._any_origin = "*" in options.allowed_hosts, "*" in options.allowed_origins
+        names = map(split_host, ("localhost", options.host, *options.allowed_hosts))
+        self._hosts = {found[0] for found in names if found is not None}
+        self._origins = {split_origin(origin.removesuffix("/")) for origin in options.allowed_origins if origin != "*"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -64,32 +81,74 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        asked = headers.get(b"x-request-id", b"").decode("latin-1")
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
         sound = re.fullmatch(r"[!-~]{1,128}", asked) is not None
-        request_id = asked if sound else uuid.uuid4().hex
-        scope["request_id"] = request_id
+        scope["request_id"] = asked if sound else uuid.uuid4().hex
+        added = {"X-Request-Id": scope["request_id"]}
 
         async def named_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), *Headers(added).raw]
             await send(message)
 
-        error = None
-        if asked and not sound:
-            error = ApiError(400, "X-Request-Id: 1 to 128 visible ASCII characters", param="X-Request-Id")
-        elif not self._may_enter(scope["path"], headers):
-            error = ApiError(
-                401, "a valid API key is needed, as 'Authorization: Bearer KEY'", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
-        await (self._app if error is None else error.response())(scope, receive, named_send)
+        app = self._app
+        try:
+            self._check_host(headers)
+            added |= self._check_origin(headers)
+            if "Access-Control-Allow-Origin" in added and scope["method"] == "OPTIONS":
+                app = preflight(headers)  # browsers send no key with it
+            elif asked and not sound:
+                raise ApiError(400, "X-Request-Id: 1 to 128 visible ASCII characters", param="X-Request-Id")
+            elif not self._has_key(scope["path"], headers):
+                raise ApiError(
+                    401, "a valid API key is needed, as 'Authorization: Bearer KEY'", code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )  # fmt: skip
+        except ApiError as error:
+            app = error.response()
+        await app(scope, receive, named_send)
 
-    def _may_enter(self, path: str, headers: dict[bytes, bytes]) -> bool:
+    def _check_host(self, headers: Headers) -> None:
+        given = headers.getlist("host")
+        if self._any_host or not given:  # browsers always send one
+            return
+        found = split_host(given[0]) if len(given) == 1 else None
+        if found is None or not (found[0] in self._hosts or is_address(found[0])):
+            raise ApiError(
+                421, f"Host {', '.join(given)!r:.200}: this server answers to IP addresses, localhost and the names "
+                f"that `nanovllm serve` was given by --allowed-hosts", param="Host", code="host_not_allowed",
+            )  # fmt: skip
+
+    def _check_origin(self, headers: Headers) -> dict[str, str]:
+        """Headers for the answer."""
+        vary = {"Vary": "Origin"} if self._origins or self._any_origin else {}
+        if not (given := headers.getlist("origin")):
+            return vary
+        origin = split_origin(given[0]) if len(given) == 1 else None
+        # Of this server itself: with the page's scheme, since a proxy may have taken the TLS off
+        if origin and origin[0] in PORTS and origin == split_origin(f"{origin[0]}://{headers.get('host', '')}"):
+            return vary
+        if not self._any_origin and (origin is None or origin not in self._origins):
+            raise ApiError(
+                403, f"Origin {', '.join(given)!r:.200}: web pages from there may not use this server, only those that "
+                f"`nanovllm serve` was given by --allowed-origins", param="Origin", code="origin_not_allowed",
+            )  # fmt: skip
+        exposed = {"Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
+        return {**vary, **exposed, "Access-Control-Allow-Origin": given[0]}
+
+    def _has_key(self, path: str, headers: Headers) -> bool:
         if self._key is None or NEEDS_NO_KEY.fullmatch(path):
             return True
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        return kind.lower() == b"bearer" and hmac.compare_digest(_digest(given.strip()), self._key)
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        return kind.lower() == "bearer" and hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._key)
+
+
+def preflight(headers: Headers) -> Response:
+    """A browser asks first whether a page may send what it wants to send."""
+    wanted = headers.get("access-control-request-headers", "Authorization, Content-Type")
+    granted = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": wanted}
+    return Response(status_code=204, headers={**granted, "Access-Control-Max-Age": "600"})
 
 
 def _digest(key: bytes) -> bytes:
@@ -98,45 +157,31 @@ def _digest(key: bytes) -> bytes:
 
 
 class Guard:
-    """`async with Guard(receive, seconds):` the task inside is cancelled when the client leaves or the time is up, and
-    the block then ends with ClientGone or a 408. To be entered after the body was read: from then on all that can
-    come from the client is its departure."""
+    """`async with Guard(receive, seconds):` what runs inside is cancelled when the client leaves or the time is up, and
+    the block then ends with ClientGone or a 408. The cancel scope repeats the cancellation in every iteration of the
+    event loop until the block has ended, so code inside that swallows one only delays the end. To be entered after the
+    body was read: from then on all that can come from the client is its departure."""
 
     def __init__(self, receive: Receive, seconds: float) -> None:
         self._receive = receive
         self._seconds = seconds
-        self._reason: Exception | None = None
+        self._gone = False
 
     async def __aenter__(self) -> Guard:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task: asyncio.Task[Any] = task
-        self._timer = asyncio.get_running_loop().call_later(
-            self._seconds, self._end, timed_out("the request", self._seconds)
-        )
+        self._scope = anyio.move_on_after(self._seconds)
+        self._scope.__enter__()
         self._watcher = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timer.cancel()
         self._watcher.cancel()
-        if self._reason is None:
-            return
-        if hasattr(self._task, "uncancel"):  # Python 3.11: this cancellation ends here
-            self._task.uncancel()
-        if kind is asyncio.CancelledError:
-            raise self._reason
-        with contextlib.suppress(asyncio.CancelledError):  # the work ended first, the cancellation is still to come
-            await asyncio.sleep(0)
+        if self._scope.__exit__(kind, error, trace):  # what ended the block was this scope's cancellation
+            raise ClientGone() if self._gone else timed_out("the request", self._seconds)
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._end(ClientGone())
-
-    def _end(self, reason: Exception) -> None:
-        if self._reason is None:
-            self._reason = reason
-            self._task.cancel()
+        self._gone = True
+        self._scope.cancel()

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from nanovllm.errors import ConfigError
+from nanovllm.server.hosts import split_host, split_origin
 
 TOOL_CALL_PARSERS = ("hermes", "mistral", "llama")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -20,6 +21,8 @@ class ServerOptions:
     host: str = "127.0.0.1"  # only this machine; anything else should come with an api_key
     port: int = 8000  # 0 = any free one
     api_key: str | None = None  # clients send it as "Authorization: Bearer KEY"; /health needs none
+    allowed_hosts: tuple[str, ...] = ()  # names it is reached by, beside IP addresses and localhost; "*" = any
+    allowed_origins: tuple[str, ...] = ()  # web pages of other sites that may use it (CORS); "*" = any
     served_model_name: str | None = None  # None = the model's own name
     max_waiting: int = 256  # sequences beyond max_num_seqs that may wait; more are answered 429
     request_timeout: float = 600.0  # seconds from arrival to the last token
@@ -60,6 +63,24 @@ class ServerOptions:
                 raise ConfigError(f"{name}={value!r}: must be a non-empty string")
             if name == "api_key" and not (value.isascii() and value.isprintable()):
                 raise ConfigError("api_key: must be printable ASCII, since it travels in a header")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        for name, kind, example in (
+            ("allowed_hosts", "a name without scheme and port", "gpu-box.example.com"),
+            ("allowed_origins", "a scheme and a name, with a port if it needs one", "https://chat.example.com"),
+        ):  # fmt: skip
+            values = getattr(self, name)
+            if not isinstance(values, (tuple, list)):
+                raise ConfigError(f"{name}={values!r}: must be a list of texts, for example [{example!r}]")
+            for value in values:
+                if value == "*":
+                    continue
+                found = isinstance(value, str) and (
+                    split_host(value) if name == "allowed_hosts" else split_origin(value.removesuffix("/"))
+                )
+                if not found or (name == "allowed_hosts" and ":" in value):
+                    raise ConfigError(f"{name}: {value!r} is not {kind}, for example {example!r}, nor '*' for all")
 
     @property
     def max_body_bytes(self) -> int:

@@ -109,11 +109,13 @@ class EngineReplica:
         `number` are for the router. That the client has left is known here by the cancellation of this call."""
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        left = asyncio.Event()
 
         async def receive() -> Message:
-            while not parts:
-                await asyncio.sleep(3600)
-            return parts.pop()
+            if parts:
+                return parts.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -131,6 +133,7 @@ class EngineReplica:
                 if found := [message for message in messages if message is not None]:
                     yield found
         finally:
+            left.set()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -249,7 +252,7 @@ def _as_problem(error: Exception, is_fact: bool) -> ApiError:
 
 
 def _plain(scope: Scope) -> Scope:
-    """What of a scope can travel and matters. The key stays here: the replicas ask for none."""
+    """What of a scope can travel and matters. Key and origin stay here: the Gate of this process has checked them."""
     names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
     kept = {name: scope[name] for name in names if name in scope}
     headers = [(name, value) for name, value in scope["headers"] if name in (b"content-type", b"host", b"accept")]
@@ -291,7 +294,8 @@ def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: in
         stack.callback(ray.shutdown)
         try:
             serve.start(proxy_location="Disabled", logging_config=quiet)
-            app = _deployment(config, options, num_replicas).bind(config, replace(options, api_key=None))
+            inside = replace(options, api_key=None, allowed_origins=())  # the front asks for keys and answers pages
+            app = _deployment(config, options, num_replicas).bind(config, inside)
             try:
                 handle = serve.run(app, name=name, route_prefix=None, logging_config=quiet)
             except RuntimeError as error:

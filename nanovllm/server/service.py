@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import anyio
+
 from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.engine.inputs import EngineInput
 from nanovllm.outputs import RequestOutput
@@ -120,10 +122,9 @@ class Service:
         is released, so what is given here must be bounded by other limits (characters, tokens) as well."""
         seconds = self.options.encode_timeout
         future = asyncio.get_running_loop().run_in_executor(self._encoders, work)
-        try:
-            return await asyncio.wait_for(future, seconds)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise timed_out("tokenising or templating", seconds) from None
+        with anyio.move_on_after(seconds):  # not asyncio.wait_for: see guard.py
+            return await future
+        raise timed_out("tokenising or templating", seconds)
 
     async def stream(self, job: Job) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, its newest output), until all are finished. Leaving early aborts what still runs."""

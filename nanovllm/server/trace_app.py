@@ -8,16 +8,18 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.engine.replay import Trace, read_trace
 from nanovllm.server.errors import ApiError
 from nanovllm.server.files import add_page
+from nanovllm.server.guard import Gate
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.run import Server, address_of, listen, uvicorn_config
 
 
-def make_trace_app(trace: Trace) -> FastAPI:
+def make_trace_app(trace: Trace) -> ASGIApp:
     app = FastAPI(title="Nano-vLLM", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(ApiError, lambda _, error: error.response())  # type: ignore[attr-defined]
     app.add_exception_handler(404, lambda *_: ApiError(404, "there is only a trace here, no engine").response())
@@ -34,7 +36,7 @@ def make_trace_app(trace: Trace) -> FastAPI:
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         return Response(trace.raw, headers=headers, media_type="application/x-ndjson")
 
-    return app
+    return Gate(app, ServerOptions())
 
 
 def view_trace(path: str | Path, port: int, say: Callable[[str], None]) -> None:

@@ -20,6 +20,7 @@ from tests.browser.watched import Watched, canonical, snapshot_of
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 
+CANVASES = ["[data-role=grid]", "[data-role=timeline]", *(f"[data-plot={name}] canvas" for name in ("ms", "rate"))]
 PIXELS = "() => document.querySelector('[data-role=grid]').toDataURL()"
 
 
@@ -72,6 +73,7 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
         page.until(lambda step=step: page.state()["step"] == step + 1)
         if number % 6 == 0:
             page.until(lambda: agrees(page, server), seconds=5)
+            page.until(lambda: page.wrong_cells() == [], seconds=5)
         shown = page.page.evaluate("nanovllm.engine.history.steps.at(-1)")
         preempted, evicted = preempted + shown["preempted"], evicted + shown["evicted"]
     assert page.page.evaluate(PIXELS) != before
@@ -89,6 +91,41 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
     assert page.state()["cached"]
     assert page.find("feed").inner_text() == "live"
     assert page.page.evaluate("nanovllm.engine.replay.resets") == 1, "all of it was replayed, nothing was told anew"
+
+
+def test_the_picture_is_drawn_again_whenever_it_must_be(page: Watched, server: Running) -> None:
+    """After another tab, another size, another theme, another language and a reload; the engine stands still."""
+    page.watch_engine()
+    server.post("/engine/control", {"action": "pause"})
+    page.tab("chat")
+    thread = load(server, seed=4)
+    until(lambda: len(server.engine.scheduler.waiting) == 16)
+    for _ in range(12):
+        server.post("/engine/control", {"action": "step"})
+
+    def check() -> None:
+        page.until(lambda: agrees(page, server))
+        assert {seq["status"] for seq in page.state()["seqs"]} >= {"running", "waiting"}
+        page.until(lambda: page.wrong_cells() == [])
+
+    page.watch_engine()
+    check()
+    for canvas in CANVASES:
+        page.until(lambda canvas=canvas: page.num_colors(canvas) > 1)
+    for width, height in ((700, 740), (360, 900), (1500, 500)):
+        page.page.set_viewport_size({"width": width, "height": height})
+        check()
+    for button in ("#theme", "#language", "#language"):
+        page.page.click(button)
+        check()
+    page.find("zoom-in").click()
+    check()
+    page.page.reload()  # with the engine's tab open, as it was
+    page.page.wait_for_selector("[data-role=feed][data-state=paused]")
+    check()
+    server.post("/engine/control", {"action": "resume"})
+    thread.join(60)
+    until(server.is_empty)
 
 
 def test_free_running_it_agrees_too(page: Watched, server: Running) -> None:
@@ -200,6 +237,7 @@ def test_without_events_the_tab_says_how(open_page: Callable[..., Watched], llam
         page.find("off").locator("input[type=file]").set_input_files(trace)
         page.page.wait_for_selector("[data-role=feed][data-state=replay]")
         assert not page.find("live").is_visible()
+        check_recording(page)
 
 
 # ---- recordings ----------------------------------------------------------------------------------------------------
@@ -270,6 +308,17 @@ def test_a_trace_from_disk_is_stepped_through(page: Watched, trace: Path) -> Non
     page.page.wait_for_selector("[data-role=feed][data-state=live]")
 
 
+def check_recording(page: Watched) -> None:
+    """On the screen, not only in the state: as it opens, in the middle and at its end, with no window resized."""
+    page.until(lambda: page.wrong_cells() == [])
+    length = page.page.evaluate("nanovllm.engine.recording.length")
+    for place in (length // 2, length, 1):
+        page.page.evaluate("(n) => nanovllm.engine.recording.seek(n)", place)
+        page.until(lambda: page.wrong_cells() == [])
+        for canvas in CANVASES if place > 1 else ():
+            page.until(lambda canvas=canvas: page.num_colors(canvas) > 1)
+
+
 def test_every_event_of_a_trace_gives_the_twin_s_state(page: Watched, trace: Path) -> None:
     """And from a checkpoint in the middle as from the beginning: a jump back uses those."""
     expected = list(replayed(trace))
@@ -328,6 +377,7 @@ def test_trace_view_shows_the_recording_at_once(open_page: Callable[..., Watched
         assert page.page.locator("#tab-chat").is_disabled()
         assert not page.find("live-controls").is_visible()
         assert not page.find("demos").is_visible()
+        check_recording(page)
         page.find("next").click()
         page.find("next").click()
         place = page.page.evaluate("nanovllm.engine.recording.place")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Callable
@@ -10,6 +11,34 @@ from urllib.parse import urlsplit
 
 from tests.server.rig import Running
 
+PIXELS = """async (shot) => {
+    const bytes = Uint8Array.from(atob(shot), (c) => c.charCodeAt(0));
+    const image = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
+    const context = new OffscreenCanvas(image.width, image.height).getContext("2d");
+    context.drawImage(image, 0, 0);
+    return context.getImageData(0, 0, image.width, image.height);
+}"""
+# Three pixels in from the edges: beyond round corners, the ring of an eviction and that of the cursor
+WRONG_CELLS = """({ data, width, height }) => {
+    const { grid, replay } = nanovllm.engine, wrong = [];
+    const probe = new OffscreenCanvas(1, 1).getContext("2d");
+    probe.fillStyle = grid.colors.cell;
+    probe.fillRect(0, 0, 1, 1);
+    const empty = probe.getImageData(0, 0, 1, 1).data;
+    for (let block = 0; block < replay.numBlocks; block += 1) {
+        const { x, y, side } = grid.size ? grid.place(block) : { x: 0, y: 0, side: 1e9 };
+        if (x + side > width || y + side > height) return ["the canvas is too small"];
+        let plain = true;
+        for (let row = Math.ceil(y + 3); row < y + side - 3; row += 1)
+            for (let column = Math.ceil(x + 3); column < x + side - 3; column += 1) {
+                const at = 4 * (row * width + column);
+                plain &&= [0, 1, 2].every((channel) => Math.abs(data[at + channel] - empty[channel]) <= 4);
+            }
+        const state = replay.state(block);
+        if (plain !== (state === "free")) wrong.push(`block ${block} is ${state}`);
+    }
+    return wrong;
+}"""
 STATE = "() => window.nanovllm.engine.replay?.toSnapshot()"
 
 
@@ -59,6 +88,22 @@ class Watched:
             assert time.monotonic() < deadline, "waited too long"
             self.page.wait_for_timeout(20)
         return found
+
+    # ---- what is on the screen, whatever the page believes ----
+
+    def picture(self, selector: str, script: str) -> Any:
+        """`script` is a function of the pixels {data, width, height} of a screenshot of this element."""
+        shot = base64.b64encode(self.page.locator(selector).screenshot(scale="css")).decode()
+        return self.page.evaluate(f"async (shot) => ({script})(await ({PIXELS})(shot))", shot)
+
+    def wrong_cells(self) -> list[str]:
+        """Of the grid: a free block is a plain square, any other is not. None of them: the picture is right."""
+        self.page.wait_for_selector("[data-role=grid]")
+        return self.picture("[data-role=grid]", WRONG_CELLS)
+
+    def num_colors(self, selector: str) -> int:
+        """1: nothing is drawn there."""
+        return self.picture(selector, "({ data }) => new Set(new Uint32Array(data.buffer)).size")
 
     def scrolls_sideways(self) -> list[str]:
         """Elements that are wider than what shows them, other than those made to scroll."""

@@ -40,7 +40,7 @@ class Client:
         """Read a stream to its end; tokens, as the server counts them."""
         body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         reader, writer = await asyncio.open_connection(*self._address)
         last = b""
         try:
@@ -60,7 +60,7 @@ class Client:
         started = time.perf_counter()
         reader, writer = await asyncio.open_connection(*self._address)
         try:
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             begin = await reader.read(1)
             seconds = time.perf_counter() - started
             assert begin + await reader.read(11) == b"HTTP/1.1 200"

@@ -50,17 +50,18 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool, many: bool
 ) -> None:
     """Lesson 30: abort was never called on disconnect."""
-    began, noticed, end = slow_down(server, monkeypatch, 0.2), [], Guard._end
+    began, noticed, watch = slow_down(server, monkeypatch, 0.2), [], Guard._watch
 
-    def note(guard: Guard, reason: Exception) -> None:
+    async def note(guard: Guard) -> None:
+        await watch(guard)
         noticed.append(len(began))
-        end(guard, reason)
 
-    monkeypatch.setattr(Guard, "_end", note)
+    monkeypatch.setattr(Guard, "_watch", note)
     body = {**LONG, "stream": stream, "prompt": ["the rain", "men"] if many else "the rain", "n": 2}
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + data)
         until(lambda: is_running(server, 4 if many else 2))

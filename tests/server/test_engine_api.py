@@ -137,7 +137,7 @@ def test_the_page_and_its_files(server: Running) -> None:
 def test_only_the_files_of_the_page(server: Running, path: str) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:  # httpx would tidy the path up
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 404")
     assert b'"error"' in answer
@@ -269,7 +269,7 @@ def test_a_slow_reader_loses_events_and_gets_a_snapshot(watched: Running, monkey
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
-        connection.sendall(b"GET /engine/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /engine/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         until(lambda: boxes)
         big, queue = b"x" * 100_000, watched.engine.watch._feed._queue
         seen_lost = 0  # in a row: until the socket's buffers are full, it catches up again
@@ -461,7 +461,7 @@ def test_a_server_records_a_trace(trace: Path) -> None:
 
 
 def test_a_trace_is_served_to_the_page(trace: Path) -> None:
-    with TestClient(make_trace_app(read_trace(trace))) as client:
+    with TestClient(make_trace_app(read_trace(trace)), base_url="http://localhost") as client:
         info = client.get("/engine/info").json()
         assert (info["events"], info["replay"], info["file"], info["num_blocks"]) == (False, True, "run.jsonl", 128)
         lines = client.get("/engine/trace")

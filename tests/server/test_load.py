@@ -27,7 +27,8 @@ async def stream(server: Running, number: int, leave_after: int | None) -> list[
     prompt = [3 + (number * 7 + i) % 290 for i in range(1 + number % 40)]
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}"
     try:
         writer.write(head.encode() + b"\r\n\r\n" + data)
         texts: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -27,6 +28,7 @@ from tests.tiny_models import TinyModel
 
 pytest.importorskip("ray.serve", reason="needs ray[serve]")
 KEY = "the key"
+APP = "https://chat.example.com"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def url(llama: TinyModel) -> Iterator[str]:
     kept = {name: os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED")}
     os.environ.pop("RAY_ADDRESS", None)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    options = ServerOptions(port=0, api_key=KEY, max_body_mb=0.1)
+    options = ServerOptions(port=0, api_key=KEY, max_body_mb=0.1, allowed_hosts=("gpu-box",), allowed_origins=(APP,))
     config = EngineConfig.from_options(model=str(llama.path), **ENGINE)
     with open_replicas(config, options, 2) as replicas, contextlib.closing(listen(options)) as listener:
         server = Server(uvicorn_config(make_front(replicas, options), options))
@@ -141,6 +143,47 @@ def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
     until(lambda: sum(running(http)) == 0)
+
+
+def test_names_and_web_pages_are_checked_by_the_front(http: httpx.Client) -> None:
+    assert complete(http, "x").status_code == 200
+    for path in ("/health", "/metrics", "/engine/info", "/v1/models"):
+        assert http.get(path, headers={"Host": "evil.example"}).status_code == 421
+        assert http.get(path, headers={"Origin": "http://evil.example"}).status_code == 403
+        allowed = http.get(path, headers={"Host": "gpu-box", "Origin": APP})
+        assert allowed.status_code == 200
+        assert allowed.headers.get_list("access-control-allow-origin") == [APP]
+        assert allowed.headers.get_list("vary") == ["Origin"]
+    asked = {"Origin": APP, "Access-Control-Request-Method": "POST", "Authorization": ""}
+    assert http.options("/v1/completions", headers=asked).status_code == 204
+
+
+def test_a_replica_ends_a_request_that_swallows_its_cancellation() -> None:
+    from nanovllm.server.guard import ClientGone, Guard
+    from nanovllm.server.replicas import EngineReplica
+
+    ended = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200})
+        try:
+            async with Guard(receive, 600):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(600)
+                await asyncio.sleep(600)
+        except (ClientGone, asyncio.CancelledError) as error:
+            ended.append(error)
+
+    async def leave() -> None:
+        replica = object.__new__(EngineReplica)
+        replica.app, replica.name = app, b"one"
+        answers = replica.answer({}, b"")
+        assert [message["status"] for message in await answers.__anext__()] == [200]
+        await asyncio.wait_for(answers.aclose(), 20)  # type: ignore[attr-defined]
+
+    asyncio.run(leave())
+    assert len(ended) == 1
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")

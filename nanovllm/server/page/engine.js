@@ -143,7 +143,8 @@ export class Engine {
         input.value = "";        // so that the same file can be opened again
       });
     }
-    new ResizeObserver(() => this.layout()).observe(this.root);
+    // The board and not the tab: it also appears later than its tab does, when a recording has been read.
+    new ResizeObserver(() => this.layout()).observe(this.find("on"));
   }
 
   async guarded(action) {
@@ -207,7 +208,6 @@ export class Engine {
       this.started = true;
       this.start();
     }
-    this.layout();
     if (this.loop) return;
     this.loop = true;
     let before = performance.now();
