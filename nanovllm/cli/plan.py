@@ -86,10 +86,15 @@ class PlanOptions:
         return EngineConfig.from_options(**given)
 
 
+COMMON = frozenset({
+    "model", "gpu_memory_gb", "host_memory_gb", "max_model_len", "max_num_seqs", "expert_placement", "measure",
+    "tensor_parallel_size", "hosts", "table",
+})  # fmt: skip
 PLAN = OptionGroup(
     title="Plan",
     of=PlanOptions,
     build=lambda values: PlanOptions(**values),
+    common=COMMON,
     help={
         **{field.name: ENGINE.help.get(field.name, "") for field in dataclasses.fields(PlanOptions)},
         "gpu_memory_gb": "Plan for a card with so many gigabytes; default: the one in this machine.",

@@ -22,6 +22,7 @@ SERVER = OptionGroup(
     title="Server",
     of=ServerOptions,
     build=lambda values: ServerOptions(**values),
+    common=frozenset({"host", "port", "api_key", "served_model_name", "tool_call_parser", "events"}),
     help={
         "host": "Address to listen on; the default is reachable from this machine only.",
         "port": "Port to listen on; 0 takes any free one.",
@@ -47,7 +48,10 @@ SERVER = OptionGroup(
 @with_options(options=SERVER, config=ENGINE)
 def serve(
     replicas: Annotated[
-        int, typer.Option(min=1, max=1024, help="So many engines on Ray; prompts that begin alike meet the same one.")
+        int,
+        typer.Option(
+            min=1, max=1024, metavar="INT", help="So many engines on Ray; prompts that begin alike meet the same one."
+        ),
     ] = 1,
     *,
     options: ServerOptions,
