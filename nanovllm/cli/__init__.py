@@ -94,6 +94,7 @@ def generate(
 ) -> None:
     """Answer prompts; text streams to stdout, speed goes to stderr."""
     texts = read_prompts(prompts or [], file)
+    note_without_effect(params, shows_logprobs=as_json)
     with load(config) as engine:
         inputs = []
         for index, text in enumerate(texts, 1):
@@ -123,6 +124,7 @@ def chat(system: SystemOption = None, *, config: EngineConfig, params: SamplingP
     """Talk with a model. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D leaves."""
     from nanovllm.cli.conversation import Chat
 
+    note_without_effect(params, shows_logprobs=False)
     with load(config) as engine:
         Chat(engine, params, system).run()
 
@@ -185,6 +187,18 @@ def read_prompts(given: list[str], file: str | None) -> list[str]:
     if not texts:
         raise RequestError("no prompt: give one, or --file, or - to read standard input")
     return texts
+
+
+def note_without_effect(params: SamplingParams, shows_logprobs: bool) -> None:
+    """Sampling options that were given and change nothing. Those of the engine are its own to tell."""
+    found: dict[str, str] = {}
+    if params.temperature == 0:
+        found = dict.fromkeys(("top_p", "top_k", "min_p"), "--temperature 0 always takes the likeliest token")
+    if not shows_logprobs:
+        found |= dict.fromkeys(("logprobs", "prompt_logprobs"), "only `generate --json` shows them")
+    for field in dataclasses.fields(params):
+        if field.name in found and (value := getattr(params, field.name)) != field.default:
+            note(f"{field.name}={value!r} has no effect: {found[field.name]}")
 
 
 def load(config: EngineConfig) -> LLMEngine:
