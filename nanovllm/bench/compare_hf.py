@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from tqdm import tqdm
 
 from nanovllm.bench.throughput import run_workload, warm_up
 from nanovllm.bench.workload import Lengths, Shape, Workload
@@ -75,7 +76,8 @@ def run_hf(model: Any, workload: Workload) -> tuple[float, list[list[int]]]:
 def compare(engine: LLMEngine, model: Any, shape: Shape, seed: int, repeat: int) -> dict[str, Any]:
     vocab_size = engine.model_config.vocab_size
     ours, theirs, agreements, wastes = [], [], [], []
-    for turn in range(repeat):
+    title = f"{shape.num_seqs} prompts against Hugging Face"
+    for turn in tqdm(range(repeat), desc=title, unit="turn", disable=None, leave=False):
         workload = shape.draw(seed + turn, vocab_size)  # fresh prompts: nothing of them is in the prefix cache
         run = run_workload(engine, workload, temperature=0.0)
         seconds, tokens = run_hf(model, workload)

@@ -282,9 +282,13 @@ def find_links(options: PlanOptions, memory: Memory) -> tuple[tuple[Links, Links
 
 def measure(device: Device) -> tuple[float, float]:
     """GB/s (host to device, of the device's own memory)"""
+    from tqdm import tqdm
+
     from nanovllm.hardware.bandwidth import host_to_device_bandwidth, read_bandwidth
 
-    return host_to_device_bandwidth(device) / 1e9, read_bandwidth(device) / 1e9
+    links = tqdm((host_to_device_bandwidth, read_bandwidth), "measuring", unit="link", disable=None, leave=False)
+    to_device, of_device = (link(device) / 1e9 for link in links)
+    return to_device, of_device
 
 
 # ---- what the user sees --------------------------------------------------------------------------------------------

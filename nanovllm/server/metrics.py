@@ -95,7 +95,7 @@ class EngineCollector:
             yield from self._experts(experts)
 
     def _experts(self, stats: ExpertStats) -> Iterator[Any]:
-        """An expert that is not on the device is looked for in host memory, then on disk. vLLM has no names for this."""
+        """An expert that is not on the device is looked for in host memory, then on disk. vLLM does not count that."""
         host_misses, host_bytes = stats.disk_misses, stats.bytes_copied - stats.disk_bytes_copied
         counters = {
             "expert_hits": ("Experts that a layer chose, by the tier where they were found",

@@ -36,6 +36,7 @@ def to_stderr() -> Iterator[None]:
     """As in a program that sets up no logging; in a test, pytest has set it up. Those with processes show the rest."""
     logger, handler = logging.getLogger("nanovllm"), logging.lastResort
     assert handler is not None
+    logger.setLevel(logging.NOTSET)  # forgets what it decided while another test had patched its level
     logger.addHandler(handler)
     yield
     logger.removeHandler(handler)
