@@ -26,8 +26,9 @@ def main() -> None:
         sys.exit(1)  # the plan has said what is missing
 
     with LLM(**plan.settings) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         started = time.perf_counter()
-        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=args.max_tokens))
+        outputs = llm.generate(PROMPTS, params, use_tqdm=sys.stderr.isatty())
         seconds = time.perf_counter() - started
 
     for prompt, output in zip(PROMPTS, outputs):

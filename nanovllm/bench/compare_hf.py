@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from tqdm import tqdm
 
 from nanovllm.bench.throughput import run_workload, warm_up
 from nanovllm.bench.workload import Lengths, Shape, Workload
@@ -28,24 +29,27 @@ DROPPED = ("model_type", "dtype", "torch_dtype", "auto_map")  # said otherwise, 
 
 
 def load_hf(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The same model as transformers builds it, with the tensors of our checkpoint."""
+    """The same model as transformers builds it, with the tensors of our checkpoint.
+
+    transformers 5 keeps the experts of a layer in one tensor, under another name than files do: only `from_pretrained`
+    renames and merges them."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     checkpoint = open_checkpoint(resolve_model(name))
     try:
         fields = {key: value for key, value in checkpoint.config.items() if key not in DROPPED}
         config = transformers.AutoConfig.for_model(checkpoint.config["model_type"], **fields)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         tensors = {key: checkpoint.read(key) for key in checkpoint.names()}
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        model, found = family.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        )
     finally:
         checkpoint.close()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if set(missing) - tied or unexpected:
-        raise ModelError(
-            f"{name}: Hugging Face's model has other tensors: {missing[:4]} missing, {unexpected[:4]} extra"
-        )
-    model.tie_weights()
+    missing, extra = sorted(set(found["missing_keys"]) - tied), sorted(found["unexpected_keys"])
+    if missing or extra:
+        raise ModelError(f"{name}: Hugging Face's model has other tensors: {missing[:4]} missing, {extra[:4]} extra")
     # No end token: generate() then neither stops at it nor forbids it (min_new_tokens would), as with our ignore_eos.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -72,7 +76,8 @@ def run_hf(model: Any, workload: Workload) -> tuple[float, list[list[int]]]:
 def compare(engine: LLMEngine, model: Any, shape: Shape, seed: int, repeat: int) -> dict[str, Any]:
     vocab_size = engine.model_config.vocab_size
     ours, theirs, agreements, wastes = [], [], [], []
-    for turn in range(repeat):
+    title = f"{shape.num_seqs} prompts against Hugging Face"
+    for turn in tqdm(range(repeat), desc=title, unit="turn", disable=None, leave=False):
         workload = shape.draw(seed + turn, vocab_size)  # fresh prompts: nothing of them is in the prefix cache
         run = run_workload(engine, workload, temperature=0.0)
         seconds, tokens = run_hf(model, workload)

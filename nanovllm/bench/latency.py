@@ -15,6 +15,8 @@ import time
 from itertools import pairwise
 from typing import Any
 
+from tqdm import tqdm
+
 from nanovllm.bench.report import summary
 from nanovllm.bench.workload import Shape
 from nanovllm.config import EngineConfig
@@ -26,7 +28,8 @@ def measure_requests(engine: Any, shape: Shape, temperature: float, seed: int) -
     """Seconds; `between` are the gaps between any two tokens, `per_token` their mean over each request."""
     waits, gaps, means = [], [], []
     workload = shape.draw(seed, engine.model_config.vocab_size)
-    for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens)):
+    requests = list(enumerate(zip(workload.prompts, workload.output_lens)))
+    for index, (prompt, length) in tqdm(requests, desc="one at a time", unit="request", disable=None, leave=False):
         params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
         started = time.perf_counter()
         engine.add_request(f"latency-{index}", {"prompt_token_ids": prompt}, params)
@@ -48,7 +51,7 @@ def measure_startup(config: EngineConfig, repeat: int) -> dict[str, Any]:
     """Process start to first token, with the parts that the child saw."""
     seconds, parts = [], {}
     code = "from nanovllm.bench.latency import first_token; first_token()"
-    for _ in range(repeat):
+    for _ in tqdm(range(repeat), desc="starting processes", unit="process", disable=None, leave=False):
         started = time.perf_counter()
         with subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

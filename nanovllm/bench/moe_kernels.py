@@ -289,7 +289,7 @@ def tune(shapes: tuple[ExpertShape, ...], device: Device, tokens: tuple[int, ...
     dtype, entries = device.resolve_dtype("auto", "bfloat16"), []
     for shape in shapes:
         lab = MoeLab(device, shape, dtype)
-        for num_tokens in tqdm(tokens, desc=shape.name, unit="size"):
+        for num_tokens in tqdm(tokens, desc=shape.name, unit="size", disable=None):
             rule = default_plan(num_tokens, lab.plan_shape(), device.capability)
             judge = Judge(lab, num_tokens, rule)
             best = (WORTH, rule)

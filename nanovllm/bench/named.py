@@ -113,7 +113,7 @@ def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int)
     rates = []
     for turn in range(repeat + 1):
         workload, is_prefill = parse_workload(name, turn)
-        run = run_workload(engine, workload, temperature)
+        run = run_workload(engine, workload, temperature, f"{name}, run {turn} of {repeat}" if turn else "warming up")
         tokens = run.num_prompt_tokens if is_prefill else run.num_output_tokens
         rates.append(tokens / run.seconds)
     row: dict[str, Any] = {

@@ -162,6 +162,7 @@ async def _send_at(client: Any, server: Server, at: float, prompt: Any, num_toke
 
 async def _run(server: Server, load: Load, seed: int) -> tuple[list[Seen], float]:
     import httpx
+    from tqdm.asyncio import tqdm
 
     rng = random.Random(seed)
     prompts = load.prompts(rng)
@@ -175,7 +176,7 @@ async def _run(server: Server, load: Load, seed: int) -> tuple[list[Seen], float
             _send_at(client, server, start + at, prompt, count, seed + number)
             for number, (at, prompt, count) in enumerate(zip(times, prompts, lens))
         ]
-        seen = await asyncio.gather(*work)
+        seen = await tqdm.gather(*work, desc="answered", unit="request", disable=None, leave=False)
         return list(seen), time.perf_counter() - start
 
 

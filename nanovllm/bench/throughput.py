@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from nanovllm.bench.workload import Lengths, Shape, Workload
 from nanovllm.errors import EngineDeadError
 from nanovllm.sampling_params import SamplingParams
@@ -33,18 +35,21 @@ class Run:
         return self.num_output_tokens / self.seconds
 
 
-def run_workload(engine: LLMEngine, workload: Workload, temperature: float) -> Run:
+def run_workload(engine: LLMEngine, workload: Workload, temperature: float, title: str = "measuring") -> Run:
+    """On a terminal `title` and a bar of its tokens are shown, drawn at most ten times a second."""
     stats = engine.stats
     stats.peak_blocks, stats.peak_waste = 0, 1.0
     prefill_before = stats.prefill_seconds
-    started = time.perf_counter()
-    for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens)):
-        params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
-        engine.add_request(f"bench-{index}", {"prompt_token_ids": prompt}, params, final_only=True)
-    done = {}
-    while engine.has_unfinished_requests():
-        done.update((output.request_id, output) for output in engine.step())
-    seconds = time.perf_counter() - started
+    generated_before, done = stats.generated_tokens, {}
+    with tqdm(total=workload.num_output_tokens, desc=title, unit="tok", disable=None, leave=False) as bar:
+        started = time.perf_counter()
+        for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens)):
+            params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
+            engine.add_request(f"bench-{index}", {"prompt_token_ids": prompt}, params, final_only=True)
+        while engine.has_unfinished_requests():
+            done.update((output.request_id, output) for output in engine.step())
+            bar.update(stats.generated_tokens - generated_before - bar.n)
+        seconds = time.perf_counter() - started
     outputs = [done[f"bench-{index}"] for index in range(len(workload.prompts))]
     if failed := next((output.error for output in outputs if output.error), None):
         raise EngineDeadError(f"the benchmark's step failed: {failed}")
@@ -58,16 +63,16 @@ def run_workload(engine: LLMEngine, workload: Workload, temperature: float) -> R
 def warm_up(engine: LLMEngine, seed: int = 0) -> None:
     """First use of everything: allocations, kernels, threads."""
     workload = Shape(2, Lengths(24, 24), Lengths(4, 4)).draw(~seed, engine.model_config.vocab_size)
-    run_workload(engine, workload, temperature=0.6)
-    run_workload(engine, workload, temperature=0.0)
+    run_workload(engine, workload, temperature=0.6, title="warming up")
+    run_workload(engine, workload, temperature=0.0, title="warming up")
 
 
 def measure(engine: LLMEngine, shape: Shape, temperature: float, seed: int, repeat: int) -> dict[str, Any]:
     warm_up(engine, seed)
-    runs = [
-        run_workload(engine, shape.draw(seed + index, engine.model_config.vocab_size), temperature)
-        for index in range(repeat)
-    ]
+    runs = []
+    for index in range(repeat):
+        workload = shape.draw(seed + index, engine.model_config.vocab_size)
+        runs.append(run_workload(engine, workload, temperature, f"run {index + 1} of {repeat}"))
     rates = [run.output_rate for run in runs]
     middle = statistics.median_low(rates)
     run = runs[rates.index(middle)]

@@ -20,13 +20,13 @@ import typer
 from nanovllm.cli.bench_serve import bench_serve
 from nanovllm.cli.benches import bench
 from nanovllm.cli.compress import compress
-from nanovllm.cli.options import ENGINE, SAMPLING, with_options
+from nanovllm.cli.options import ENGINE, SAMPLING, Command, with_options
 from nanovllm.cli.plan import PLAN, PlanOptions, make_plan, plan_record, show_plan
 from nanovllm.cli.serve import serve
 from nanovllm.cli.stream import InOrder, Speed, encode, note, run_requests
 from nanovllm.cli.trace import trace
 from nanovllm.config import EngineConfig
-from nanovllm.errors import NanoVLLMError, RequestError
+from nanovllm.errors import ModelError, NanoVLLMError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -38,25 +38,46 @@ app = typer.Typer(
     help="A small LLM engine. Try: nanovllm generate 'What is the capital of France?'",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench)
-app.add_typer(compress)
+app.add_typer(compress, short_help="Low-rank experts: a smaller mixture of experts.")
 app.add_typer(trace)
 app.command()(serve)
 bench.command(name="serve")(bench_serve)
 
-SystemOption = Annotated[str | None, typer.Option(help="An instruction that comes before the conversation.")]
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        from nanovllm.bench.report import versions
+
+        print(", ".join(f"{name} {version or 'is not installed'}" for name, version in versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+SystemOption = Annotated[
+    str | None, typer.Option(help="An instruction that comes before the conversation.", metavar="TEXT")
+]
 
 
 @app.command()
-@with_options(config=ENGINE, params=SAMPLING)
+@with_options(params=SAMPLING, config=ENGINE)
 def generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts. - is all of standard input, less one newline at its end.")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="- is standard input, less one newline at its end.")
     ] = None,
     file: Annotated[
-        str | None, typer.Option(help="Read more prompts, one a line, from this file (- = standard input).")
+        str | None, typer.Option(help="Read more prompts, one a line (- = standard input).", metavar="FILE")
     ] = None,
     chat: Annotated[
         bool | None,
@@ -73,6 +94,7 @@ def generate(
 ) -> None:
     """Answer prompts; text streams to stdout, speed goes to stderr."""
     texts = read_prompts(prompts or [], file)
+    note_without_effect(params, shows_logprobs=as_json)
     with load(config) as engine:
         inputs = []
         for index, text in enumerate(texts, 1):
@@ -97,11 +119,12 @@ def generate(
 
 
 @app.command()
-@with_options(config=ENGINE, params=SAMPLING)
+@with_options(params=SAMPLING, config=ENGINE)
 def chat(system: SystemOption = None, *, config: EngineConfig, params: SamplingParams) -> None:
     """Talk with a model. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D leaves."""
     from nanovllm.cli.conversation import Chat
 
+    note_without_effect(params, shows_logprobs=False)
     with load(config) as engine:
         Chat(engine, params, system).run()
 
@@ -111,14 +134,19 @@ def chat(system: SystemOption = None, *, config: EngineConfig, params: SamplingP
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False, *, config: EngineConfig
 ) -> None:
-    """Show hardware, versions, attention backends, and what a model needs; loads and downloads nothing."""
+    """Show hardware, versions, and what a model needs.
+
+    Attention backends too, with reasons. Loads and downloads nothing; exit code 2: the model is not on disk."""
     from nanovllm.cli import facts as page
 
     facts = page.collect(config)
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps(facts), flush=True)
     else:
         page.show(facts)
+    # The default model is fetched by the first command that runs it; that it is not here yet is no mistake.
+    if "not_on_disk" in facts["model"] and config.model != EngineConfig.model:
+        raise ModelError(facts["model"]["not_on_disk"])
 
 
 @app.command(name="plan")
@@ -130,9 +158,9 @@ def plan_command(
     *,
     options: PlanOptions,
 ) -> None:
-    """Say what of a model goes where on a card, what fits and how fast it can be; loads and downloads nothing.
+    """Say what of a model goes where on a card, and how fast it is.
 
-    Exit code 1: the model cannot run there."""
+    Loads and downloads nothing. Exit code 1: the model cannot run there."""
     plan = make_plan(options)
     if json_file != "-":
         show_plan(plan)
@@ -164,6 +192,18 @@ def read_text(file: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         name = "standard input" if file == "-" else f"--file {file}"
         raise RequestError(f"{name}: cannot be read: {error}") from None
+
+
+def note_without_effect(params: SamplingParams, shows_logprobs: bool) -> None:
+    """Sampling options that were given and change nothing. Those of the engine are its own to tell."""
+    found: dict[str, str] = {}
+    if params.temperature == 0:
+        found = dict.fromkeys(("top_p", "top_k", "min_p"), "--temperature 0 always takes the likeliest token")
+    if not shows_logprobs:
+        found |= dict.fromkeys(("logprobs", "prompt_logprobs"), "only `generate --json` shows them")
+    for field in dataclasses.fields(params):
+        if field.name in found and (value := getattr(params, field.name)) != field.default:
+            note(f"{field.name}={value!r} has no effect: {found[field.name]}")
 
 
 def load(config: EngineConfig) -> LLMEngine:
@@ -203,6 +243,11 @@ def as_record(output: RequestOutput) -> dict[str, Any]:
             for position in output.prompt_logprobs
         ]
     return record
+
+
+for commands in (app, *(group.typer_instance for group in app.registered_groups)):
+    for registered in commands.registered_commands:
+        registered.cls = Command
 
 
 def main() -> None:

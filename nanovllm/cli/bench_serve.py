@@ -52,6 +52,7 @@ LOAD = OptionGroup(
     title="Load",
     of=ServeLoadOptions,
     build=lambda values: ServeLoadOptions(**values),
+    common=frozenset({"url", "model", "num_requests", "rate", "input_len", "output_len", "prefix_len", "slo_ttft_ms"}),
     help={
         "url": "The server, without /v1; a key is read from OPENAI_API_KEY.",
         "model": "Name to ask for; default: the first that the server lists.",

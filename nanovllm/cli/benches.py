@@ -61,6 +61,7 @@ MOE = OptionGroup(
     title="What to measure",
     of=MoeOptions,
     build=lambda values: MoeOptions(**values),
+    common=frozenset({"parts", "shapes", "tune", "cached"}),
     help={
         "parts": "kernels, offload, or both with a comma; default: kernels on a GPU, offload if --model is given.",
         "shapes": "kernels: mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b; default: those of --model, or the usual ones.",
@@ -73,10 +74,10 @@ MOE = OptionGroup(
         "bandwidth_gbs": "offload: gigabytes a second from host to GPU for the bound; default: measured.",
     },
 )
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch takes.")]
-Repeat = Annotated[int, typer.Option(min=1, help="Measure so often; the table has the median.")]
+Threads = Annotated[int | None, typer.Option(min=1, metavar="INT", help="CPU threads; default: what torch takes.")]
+Repeat = Annotated[int, typer.Option(min=1, metavar="INT", help="Measure so often; the table has the median.")]
 Save = Annotated[bool, typer.Option("--save", help="Also write the JSON under benchmarks/results/.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the result into this file (needs matplotlib).")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result into this file (needs matplotlib).")]
 
 
 @bench.command()

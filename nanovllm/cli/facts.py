@@ -6,6 +6,7 @@ count is that of the real model, for any family, and takes no time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.executor.kv_cache import CacheLayout, block_bytes
+from nanovllm.executor.low_rank import open_low_rank
+from nanovllm.executor.no_effect import options_without_effect
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
@@ -49,6 +52,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     checkpoint = open_checkpoint(path)
     try:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        low_rank = open_low_rank(replace(config, load_format="dummy"), model, checkpoint)  # dummy: the sizes alone
     finally:
         checkpoint.close()
     dtype = device.resolve_dtype(config.dtype, model.dtype)
@@ -57,7 +61,8 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     facts["attention_backends"] = dict(selection.reasons)
     max_model_len = resolve_max_model_len(config, model)
     build = Build(dtype, torch.device("meta"), choose_ops(device.is_gpu, dtype), Parallel())
-    skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len))
+    experts = None if low_rank is None else low_rank.resident
+    skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts))
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     facts["model"] = {
         "name": config.model, "path": str(path), "architecture": model.architecture, "dtype": str(dtype)[6:],
@@ -66,8 +71,19 @@ def collect(config: EngineConfig) -> dict[str, Any]:
         "max_model_len": max_model_len, "num_parameters": num_parameters,
         "weight_bytes": num_parameters * dtype.itemsize,
     }  # fmt: skip
+    if low_rank is not None:
+        facts["model"]["experts"] = low_rank.notice
+    if unused := options_without_effect(config, device.is_gpu, expected_placement(config, model, device)):
+        facts["options"] = unused
     facts["memory_plan"] = plan_memory(config, device, specs, max_model_len, num_parameters * dtype.itemsize)
     return facts
+
+
+def expected_placement(config: EngineConfig, model: ModelConfig, device: Device) -> str | None:
+    """Of experts, as far as it is known without measuring memory; offload where it may come to that."""
+    if model.moe is None or config.expert_placement != "auto":
+        return None if model.moe is None else config.expert_placement
+    return "offload" if device.is_gpu or config.expert_cache_gb is not None else "resident"
 
 
 def plan_memory(

@@ -7,6 +7,8 @@ behind them nor disagree with them; this file only adds help in plain words. A c
     def generate(prompts: list[str], config: EngineConfig, params: SamplingParams) -> None: ...
 
 and is called with the checked objects. No torch here: `nanovllm --help` must be instant.
+
+`--help` fits a screen: of each group it shows only the `common` options. `--help-all` shows the others too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from nanovllm.config import (
     ATTN_BACKENDS,
@@ -39,6 +42,12 @@ def int_or_none(value: Any) -> int | None:
     return None if str(value).lower() == "none" else int(str(value))
 
 
+METAVARS: dict[Any, str] = {
+    str: "TEXT", str | None: "TEXT", list[str]: "TEXT", int: "INT", int | None: "INT|none", list[int]: "INT",
+    float: "FLOAT", float | None: "FLOAT",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class OptionGroup:
     """The options that make one object."""
@@ -50,6 +59,7 @@ class OptionGroup:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where a person at a terminal wants another one
     types: Mapping[str, type] = field(default_factory=dict)  # where the field takes more kinds than a shell can say
     skipped: frozenset[str] = frozenset()
+    common: frozenset[str] | None = None  # what --help shows; None = all
 
     def parameters(self) -> list[inspect.Parameter]:
         hints = get_type_hints(self.of)
@@ -61,19 +71,53 @@ class OptionGroup:
 
     def _parameter(self, name: str, kind: Any, default: Any) -> inspect.Parameter:
         settings: dict[str, Any] = {"help": self.help.get(name, ""), "rich_help_panel": self.title}
+        settings["hidden"] = self.common is not None and name not in self.common
+        settings["metavar"] = None if kind is bool else METAVARS[kind]
         if kind == (int | None):
-            settings |= {"parser": int_or_none, "metavar": "INTEGER|none"}
-            kind = int
+            settings["parser"], kind = int_or_none, int
         elif name in self.types:
             default = None  # a list: empty unless given
         if kind is bool:
             dashed = name.replace("_", "-")
-            option = typer.Option(f"--{dashed}/--no-{dashed}", **settings)
+            option = typer.Option(f"--{dashed}/--no-{dashed}", show_default=default is True, **settings)
         else:
             option = typer.Option(f"--{name.replace('_', '-')}", **settings)
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
         )
+
+
+class Command(TyperCommand):
+    """Help in plain text, a section for each group of options: in tables of 80 columns long names were cut."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            own = "Arguments" if param.param_type_name == "argument" else "Options"
+            if record := param.get_help_record(ctx):  # None: hidden
+                sections.setdefault(getattr(param, "rich_help_panel", None) or own, []).append(record)
+        sections["Options"] = sections.pop("Options")  # last; there is always --help
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records, col_max=28)
+
+
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for param in ctx.command.params:
+            param.hidden = False  # type: ignore[attr-defined]
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, typer.Option("--help-all", callback=_help_all, is_eager=True, help="Show every option and exit.")
+    ],
+)
 
 
 def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -89,10 +133,12 @@ def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Calla
                 name: group.build({option.name: values.pop(option.name) for option in added[name]})
                 for name, group in groups.items()
             }
+            values.pop(HELP_ALL.name, None)
             command(**values, **built)
 
         shown = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups]
         shown += [option for options in added.values() for option in options]
+        shown += [HELP_ALL] if any(group.common is not None for group in groups.values()) else []
         run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in shown}  # what typer reads
         return run
@@ -108,16 +154,17 @@ ENGINE = OptionGroup(
     title="Engine",
     of=EngineConfig,
     build=lambda values: EngineConfig.from_options(**values),
+    common=frozenset({"model", "device", "dtype", "max_model_len", "gpu_memory_gb", "tensor_parallel_size", "seed"}),
     help={
-        "model": "A folder in Hugging Face layout, a .gguf file, the alias smollm2, or a repository id.",
+        "model": "A folder in Hugging Face layout, a .gguf file, a repository id, or smollm2.",
         "tokenizer": "Take the tokenizer from another model (same kinds of names).",
-        "device": f"Where to compute. {_one_of(DEVICES)}",
-        "dtype": f"Number format of weights and cache; auto is float32 on a CPU. {_one_of(DTYPES)}",
+        "device": _one_of(DEVICES),
+        "dtype": f"{_one_of(DTYPES)} auto is float32 on a CPU.",
         "max_model_len": "Longest prompt plus output, in tokens; none = what the model was trained for.",
         "max_num_seqs": "How many sequences may run at the same time; the others wait.",
         "max_num_batched_tokens": "How many tokens one step may compute; long prompts are cut into such pieces.",
         "gpu_memory_utilization": "Share of the GPU's memory that this engine may fill with weights and cache.",
-        "gpu_memory_gb": "Behave as on a card with so many gigabytes; default: all that the card has.",
+        "gpu_memory_gb": "Behave as a card of so many GB; default: all.",
         "kvcache_block_size": "Tokens per block of the KV cache (16 to 256): small wastes less.",
         "num_kvcache_blocks": "Blocks in the KV cache; none = as many as fit.",
         "cpu_kvcache_gb": "Gigabytes for the KV cache on a CPU.",
@@ -133,13 +180,13 @@ ENGINE = OptionGroup(
         "expert_prefetch": "Copy the experts that the next layer will probably choose while the link is idle.",
         "expert_cpu_misses": "Compute a missing expert on the CPU if one or two tokens want it; changes last digits.",
         "enforce_eager": "Do not capture GPU graphs: starts faster, runs slower.",
-        "tensor_parallel_size": "Over how many GPUs (or CPU processes) to split the model.",
+        "tensor_parallel_size": "GPUs (or CPU processes) to split the model over.",
         "expert_parallel_size": "Over how many groups to spread whole experts; 1: each has a share of all.",
         "distributed_executor_backend": "Where the ranks run: in this process, in processes of this machine, on a Ray "
         f"cluster, or where torchrun started them; default: the simplest that does. {_one_of(EXECUTORS)}",
         "worker_timeout": "Seconds after which a rank that does not answer is given up.",
         "attn_backend": f"How attention is computed; auto takes the best that works here. {_one_of(ATTN_BACKENDS)}",
-        "seed": "Decides all random choices: the same seed repeats a run.",
+        "seed": "The same seed repeats a run.",
         "load_format": f"dummy = random weights from config.json alone. {_one_of(LOAD_FORMATS)}",
         "skip_tokenizer_init": "Work on token ids only; no text.",
     },
@@ -178,11 +225,12 @@ SAMPLING = OptionGroup(
     # One --seed is enough here, the engine's: it decides the tokens of every request whatever else is in the batch.
     # A terminal without text is of no use, so there is no --no-detokenize.
     skipped=frozenset({"seed", "detokenize", "structured_outputs"}),
+    common=frozenset({"n", "temperature", "top_p", "top_k", "stop", "max_tokens"}),
     help={
         "n": "Completions of each prompt.",
-        "temperature": "0 always takes the likeliest token; 1 samples as the model learnt; higher is wilder.",
+        "temperature": "0: always the likeliest token; 1: as the model learnt; higher is wilder.",
         "top_p": "Sample from the likeliest tokens that together have this probability.",
-        "top_k": "Sample from the k likeliest tokens; 0 = all.",
+        "top_k": "The k likeliest tokens; 0 = all.",
         "min_p": "Drop tokens less likely than this share of the likeliest one.",
         "presence_penalty": "Above 0: avoid tokens that were already written.",
         "frequency_penalty": "Above 0: avoid tokens the more, the more often they were written.",

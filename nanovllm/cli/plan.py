@@ -86,10 +86,15 @@ class PlanOptions:
         return EngineConfig.from_options(**given)
 
 
+COMMON = frozenset({
+    "model", "gpu_memory_gb", "host_memory_gb", "max_model_len", "max_num_seqs", "expert_placement", "measure",
+    "tensor_parallel_size", "hosts", "table",
+})  # fmt: skip
 PLAN = OptionGroup(
     title="Plan",
     of=PlanOptions,
     build=lambda values: PlanOptions(**values),
+    common=COMMON,
     help={
         **{field.name: ENGINE.help.get(field.name, "") for field in dataclasses.fields(PlanOptions)},
         "gpu_memory_gb": "Plan for a card with so many gigabytes; default: the one in this machine.",
@@ -277,9 +282,13 @@ def find_links(options: PlanOptions, memory: Memory) -> tuple[tuple[Links, Links
 
 def measure(device: Device) -> tuple[float, float]:
     """GB/s (host to device, of the device's own memory)"""
+    from tqdm import tqdm
+
     from nanovllm.hardware.bandwidth import host_to_device_bandwidth, read_bandwidth
 
-    return host_to_device_bandwidth(device) / 1e9, read_bandwidth(device) / 1e9
+    links = tqdm((host_to_device_bandwidth, read_bandwidth), "measuring", unit="link", disable=None, leave=False)
+    to_device, of_device = (link(device) / 1e9 for link in links)
+    return to_device, of_device
 
 
 # ---- what the user sees --------------------------------------------------------------------------------------------

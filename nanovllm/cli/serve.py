@@ -24,6 +24,7 @@ SERVER = OptionGroup(
     of=ServerOptions,
     build=lambda values: ServerOptions(**values | {name: tuple(values[name] or ()) for name in LISTS}),
     types=dict.fromkeys(LISTS, list[str]),
+    common=frozenset({"host", "port", "api_key", "served_model_name", "tool_call_parser", "events"}),
     help={
         "host": "Address to listen on; the default is reachable from this machine only.",
         "port": "Port to listen on; 0 takes any free one.",
@@ -53,7 +54,10 @@ SERVER = OptionGroup(
 @with_options(options=SERVER, config=ENGINE)
 def serve(
     replicas: Annotated[
-        int, typer.Option(min=1, max=1024, help="So many engines on Ray; prompts that begin alike meet the same one.")
+        int,
+        typer.Option(
+            min=1, max=1024, metavar="INT", help="So many engines on Ray; prompts that begin alike meet the same one."
+        ),
     ] = 1,
     *,
     options: ServerOptions,

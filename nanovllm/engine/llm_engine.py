@@ -76,6 +76,7 @@ class LLMEngine:
         known = (self.model_config.vocab_size, self.model_config.eos_token_ids, config.tensor_parallel_size)
         self.grammars = Grammars(self.tokenizer, *known)
         self.stats = StepStats()
+        self.expert_stats = self.executor.expert_stats()  # when a request last began or ended; any thread may read it
         self.watch = Watcher(self.scheduler, lambda seq_id: self._by_seq[seq_id][0].request_id)
         self._requests: dict[str, Request] = {}
         self._by_seq: dict[int, tuple[Request, Completion]] = {}
@@ -143,7 +144,7 @@ class LLMEngine:
             raise RequestError(f"request_id={request_id!r} is already running: ids must be unique")
         bad_words = self.inputs.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
         request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
-        request.experts_before = self.executor.expert_stats()
+        request.experts_before = self.expert_stats = self.executor.expert_stats()
         number = next(self._request_count)
         with self._change():  # nothing is refused any more
             self._requests[request_id] = request
@@ -322,7 +323,7 @@ class LLMEngine:
         return outputs
 
     def _note_experts(self, request: Request) -> None:
-        now = self.executor.expert_stats()
+        now = self.expert_stats = self.executor.expert_stats()
         if now is None or request.experts_before is None:
             return
         since = now - request.experts_before

@@ -25,6 +25,7 @@ from nanovllm.executor.limits import StepLimits
 from nanovllm.executor.low_rank import open_low_rank
 from nanovllm.executor.mixed_graphs import TOKEN_BUCKETS
 from nanovllm.executor.model_runner import InFlight, ModelRunner, try_largest_step
+from nanovllm.executor.no_effect import options_without_effect
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
@@ -90,7 +91,8 @@ class LocalExecutor:
     ) -> None:
         max_model_len, max_num_batched_tokens = limits.max_model_len, limits.max_num_batched_tokens
         block_size = limits.block_size
-        self.device.limit_memory(None if config.gpu_memory_gb is None else card_bytes(config, self.device))
+        if self.device.is_gpu and config.gpu_memory_gb is not None:
+            self.device.limit_memory(card_bytes(config, self.device))
         build = Build(self.dtype, self.device.torch_device, choose_ops(self.device.is_gpu, self.dtype), self.parallel)
         layouts = experts = None
         if self.low_rank is not None:
@@ -104,6 +106,7 @@ class LocalExecutor:
                 model = find_family(model_config)(model_config, empty)
                 check_weights(model, checkpoint, model.rules + SVD_RULES)
             self.offload = open_offload(config, model_config, self.device, build, tiers, checkpoint, layouts)
+        self._warn(config, model_config)
         experts = experts if self.offload is None else self.offload.experts
         parts = Parts(build, self.selection.backend, max_model_len, experts)
         model = find_family(model_config)(model_config, parts).eval()
@@ -125,6 +128,16 @@ class LocalExecutor:
         self.layout = layout
         with logged("cache allocated and graphs captured"):
             self.runner = self._make_runner(config, model, max_model_len, max_num_batched_tokens)
+
+    def _warn(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        """Of what a user should not have to find out, once for all ranks."""
+        if self.parallel.rank > 0:
+            return
+        if self.low_rank is not None:
+            logger.warning("%s", self.low_rank.notice)
+        placement = None if model_config.moe is None else "resident" if self.offload is None else "offload"
+        for name, why in options_without_effect(config, self.device.is_gpu, placement).items():
+            logger.warning("%s=%r %s", name, getattr(config, name), why)
 
     def _load(self, config: EngineConfig, model: Transformer, checkpoint: Checkpoint) -> None:
         places = None if self.offload is None else self.offload.places()

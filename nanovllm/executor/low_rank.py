@@ -16,7 +16,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.moe.layer import MakeExperts, resident_experts
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_layout import ExpertLayout, layouts_of
-from nanovllm.weights.svd_checkpoint import SvdCheckpoint, find_svd_folder, read_svd_metadata
+from nanovllm.weights.svd_checkpoint import DISABLE, SvdCheckpoint, find_svd_folder, read_svd_metadata
 from nanovllm.weights.svd_folder import SvdMetadata
 
 logger = logging.getLogger("nanovllm")
@@ -32,6 +32,14 @@ class LowRank:
     @property
     def resident(self) -> MakeExperts:
         return resident_experts(dict(zip(self.metadata.layer_ids, self.layouts)))
+
+    @property
+    def notice(self) -> str:
+        """The text is another than the model's own would be: a user must see why."""
+        return (
+            f"low-rank experts in use: {self.metadata.kept_with_u:.0%} of the experts' bytes "
+            f"([ModelRunner] Using SVD Expert Manager from {self.folder}); {DISABLE}=1 takes the model's own"
+        )
 
     def describe(self) -> dict[str, Any]:
         metadata = self.metadata
@@ -52,7 +60,6 @@ def open_low_rank(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoi
         metadata = files.metadata
         if not files.has_teacher:
             logger.warning("%s: the model's own experts are not there to compare with: taken on trust", folder)
-    logger.info("[ModelRunner] Using SVD Expert Manager from %s", folder)
     if metadata.mode == "private":
         logger.warning("%s: experts with factors of their own (mode private) are multiplied out when they are loaded: "
                        "they take as much memory as the model's own", folder)  # fmt: skip

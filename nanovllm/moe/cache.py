@@ -46,8 +46,10 @@ class ExpertStats:
 
     hits: int = 0  # experts a layer call wanted and found whole, kept from earlier calls
     misses: int = 0  # those whose bytes had to come, guessed in time or not
+    disk_misses: int = 0  # of them, those that were not in host memory either
     computed_on_cpu: int = 0  # misses that were computed where they lie
     bytes_copied: int = 0
+    disk_bytes_copied: int = 0  # of them, those that were read from disk first
     prefetched_bytes_useful: int = 0
     prefetched_bytes_wasted: int = 0  # the layer chose others, or a miss needed the slot
     stall_seconds: float = 0.0  # the device waited for copies

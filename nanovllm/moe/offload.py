@@ -110,7 +110,7 @@ class Offload:
         self._table = torch.full(shape_of_table, -1, dtype=torch.int32, device=device.torch_device)
         self._announced = [[-1] * moe.num_experts for _ in layers]
         self._announces = False
-        self._bytes_copied = self._tokens = self._computed_on_cpu = 0
+        self._bytes_copied = self._tokens = self._computed_on_cpu = self._disk_misses = self._disk_bytes_copied = 0
         self._prefetches = options.prefetch
         self._closed = False
         self.store = ExpertStore(shape, device, self.stream, checkpoint, options.host_bytes)  # locks host memory: last
@@ -316,7 +316,10 @@ class Offload:
             self._retract(slot, layer, expert)
             held = self.cache.begin(layer, expert, slot)
             if held < self.cache.num_pieces:
+                on_disk, before = not self.store.in_memory(layer, expert), self._bytes_copied
                 self._fill(layer, expert, slot, held, self.cache.num_pieces)
+                self._disk_misses += on_disk
+                self._disk_bytes_copied += on_disk * (self._bytes_copied - before)  # a guess never comes from there
                 self.cache.copied(slot, self.cache.num_pieces)
 
     def _look_ahead(self, layer: int, chosen: Chosen, selection: Selection) -> None:
@@ -366,8 +369,10 @@ class Offload:
         return ExpertStats(
             hits=sum(cache.layer_hits),
             misses=sum(cache.layer_misses),
+            disk_misses=self._disk_misses,
             computed_on_cpu=self._computed_on_cpu,
             bytes_copied=self._bytes_copied,
+            disk_bytes_copied=self._disk_bytes_copied,
             prefetched_bytes_useful=itemsize * sum(map(mul, cache.pieces_useful, self._pieces)),
             prefetched_bytes_wasted=itemsize * sum(map(mul, cache.pieces_wasted, self._pieces)),
             stall_seconds=self._stalls.seconds(),
@@ -389,7 +394,7 @@ class Offload:
         """After a warm-up: its tokens must not decide what stays on the device, nor show in the statistics."""
         self.cache.forget()
         self._stalls = StallClock(self.stream)
-        self._bytes_copied = self._tokens = self._computed_on_cpu = 0
+        self._bytes_copied = self._tokens = self._computed_on_cpu = self._disk_misses = self._disk_bytes_copied = 0
 
     def restart(self, num_cached: int, policy: str, prefetch: bool) -> None:
         """Between two requests: an empty cache with these settings. Host memory, slots and captured graphs stay, so a

@@ -1,4 +1,5 @@
-"""Metrics for Prometheus, under the names that vLLM exports, so that its dashboards work here.
+"""Metrics for Prometheus, under the names that vLLM exports, so that its dashboards work here; what only we count is
+called nanovllm:...
 
 Each server has a registry of its own: two in one process do not count each other's requests. What the engine counts
 anyway is read when somebody asks; only times and lengths of requests are recorded as they come.
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from nanovllm.engine.async_engine import AsyncLLMEngine
+from nanovllm.moe.cache import ExpertStats
 from nanovllm.outputs import RequestOutput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -89,6 +91,25 @@ class EngineCollector:
                 metric = family(f"vllm:{name}", text, labels=LABELS)
                 metric.add_metric(self._labels, value)
                 yield metric
+        if (experts := self._engine.engine.expert_stats) is not None:
+            yield from self._experts(experts)
+
+    def _experts(self, stats: ExpertStats) -> Iterator[Any]:
+        """An expert that is not on the device is looked for in host memory, then on disk. vLLM does not count that."""
+        host_misses, host_bytes = stats.disk_misses, stats.bytes_copied - stats.disk_bytes_copied
+        counters = {
+            "expert_hits": ("Experts that a layer chose, by the tier where they were found",
+                            {"device": stats.hits, "host": stats.misses - host_misses, "disk": host_misses}),
+            "expert_misses": ("Experts that were looked for in a tier and not there",
+                              {"device": stats.misses, "host": host_misses, "disk": 0}),
+            "expert_loaded_bytes": ("Bytes of experts copied to the device, by the tier they came from",
+                                    {"host": host_bytes, "disk": stats.disk_bytes_copied}),
+        }  # fmt: skip
+        for name, (text, values) in counters.items():
+            metric = CounterMetricFamily(f"nanovllm:{name}", text, labels=(*LABELS, "tier"))
+            for tier, value in values.items():
+                metric.add_metric((*self._labels, tier), value)
+            yield metric
 
 
 class RequestClock:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm.bench import compare_hf
 from nanovllm.bench.workload import Lengths, Shape
+from nanovllm.errors import ModelError
 from tests.cli.runner import SMALL, Run
 from tests.tiny_models import TinyModel
 
@@ -57,7 +59,7 @@ def test_latency(run: Run, args: Any) -> None:
     assert sum(parts.values()) < found["startup"]["mean"]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3", "mixtral", "mixtral-window-sharded", "qwen3-moe"])
 def test_compare_hf(run: Run, tiny: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same tokens on both sides, so same work; a ratio of different work would mean nothing."""
     shapes = {"1 prompt": Shape(1, Lengths(9, 9), Lengths(6, 6)), "4 prompts": Shape(4, Lengths(3, 40), Lengths(6, 6))}
@@ -71,6 +73,26 @@ def test_compare_hf(run: Run, tiny: Any, name: str, monkeypatch: pytest.MonkeyPa
         low, high = row["ratio_spread"]
         assert 0 < low <= row["ratio"] <= high
         assert row["kv_slots_per_token"] >= 1
+
+
+@pytest.mark.parametrize("change", ["missing", "extra"])
+def test_compare_hf_proves_that_all_tensors_are_used(
+    tiny: Any, change: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened, tensor = compare_hf.open_checkpoint, "model.layers.1.block_sparse_moe.gate.weight"
+
+    def other(path: Path) -> Any:
+        checkpoint = opened(path)
+        names, read = checkpoint.names(), checkpoint.read
+        changed = [name for name in names if name != tensor] if change == "missing" else [*names, "model.odd"]
+        monkeypatch.setattr(checkpoint, "names", lambda: changed)
+        monkeypatch.setattr(checkpoint, "read", lambda name: read(tensor if name == "model.odd" else name))
+        return checkpoint
+
+    monkeypatch.setattr(compare_hf, "open_checkpoint", other)
+    with pytest.raises(ModelError, match="layers.1.mlp.gate.weight" if change == "missing" else r"model\.odd"):
+        compare_hf.load_hf(str(tiny("mixtral").path), torch.float32, torch.device("cpu"))
+    assert capsys.readouterr().err == ""
 
 
 def test_compare_refuses_others(run: Run, args: Any) -> None:

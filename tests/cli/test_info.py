@@ -41,6 +41,26 @@ def test_needs_config_only(run: Run, llama_copy: Path) -> None:
 def test_downloads_nothing(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    facts = run("info", "--model", "nobody/nothing-here", "--json").last_json
-    assert "nobody/nothing-here" in facts["model"]["not_on_disk"]
-    assert facts["hardware"]["device"]
+    result = run("info", "--model", "nobody/nothing-here", "--json")
+    assert "nobody/nothing-here" in result.last_json["model"]["not_on_disk"]
+    assert result.last_json["hardware"]["device"]
+    assert result.code == 2
+    [line] = result.err.splitlines()
+    assert line.startswith("error: model='nobody/nothing-here'")
+
+
+@pytest.mark.parametrize("name", ["missing", "./missing", "missing.gguf", "/no/such/folder"])
+def test_a_missing_model_is_code_2_after_what_is_known(run: Run, name: str) -> None:
+    result = run("info", "--model", name)
+    assert result.code == 2
+    assert "attention backends" in result.out
+    assert "missing" in result.err or "/no/such/folder" in result.err
+
+
+def test_the_default_model_may_still_come(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stranger's first command, before anything was fetched."""
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    result = run("info", "--json")
+    assert "not_on_disk" in result.last_json["model"]
+    assert result.code == 0

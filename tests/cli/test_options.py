@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 
 import pytest
 
+from nanovllm import __version__
+from nanovllm.cli import app
+from nanovllm.cli.bench_serve import LOAD
+from nanovllm.cli.benches import MOE
 from nanovllm.cli.options import ENGINE, SAMPLING
+from nanovllm.cli.plan import PLAN
+from nanovllm.cli.serve import SERVER
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from tests.cli.runner import Run
 
-BENCHES = ("throughput", "workloads", "crossover", "latency", "schedulers")
-ENGINE_COMMANDS = [["generate"], ["chat"], ["info"], *(["bench", name] for name in BENCHES)]
+BENCHES = ("throughput", "workloads", "crossover", "moe", "latency", "schedulers")
+ENGINE_COMMANDS = [["generate"], ["chat"], ["serve"], ["info"], *(["bench", name] for name in BENCHES)]
+
+
+def every_command() -> list[list[str]]:
+    groups = [group.typer_instance for group in app.registered_groups]
+    paths = [([], app), *(([group.info.name], group) for group in groups)]
+    return [[*path, each.name or each.callback.__name__] for path, group in paths for each in group.registered_commands]
 
 
 def flags(group: type, skipped: frozenset[str] = frozenset()) -> list[str]:
@@ -23,7 +36,7 @@ def flags(group: type, skipped: frozenset[str] = frozenset()) -> list[str]:
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS, ids=" ".join)
 def test_help_names_every_engine_option(run: Run, command: list[str]) -> None:
-    result = run(*command, "--help")
+    result = run(*command, "--help-all")
     assert result.code == 0
     words = result.out.split()
     assert [flag for flag in flags(EngineConfig) if flag not in words] == []
@@ -31,13 +44,60 @@ def test_help_names_every_engine_option(run: Run, command: list[str]) -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_help_names_every_sampling_option(run: Run, command: str) -> None:
-    words = run(command, "--help").out.split()
+    words = run(command, "--help-all").out.split()
     assert [flag for flag in flags(SamplingParams, SAMPLING.skipped) if flag not in words] == []
 
 
+@pytest.mark.parametrize("command", every_command(), ids=" ".join)
+def test_help_fits_a_screen(run: Run, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no name is cut, however narrow the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    result = run(*command, "--help")
+    lines = result.out.splitlines()
+    assert result.code == 0
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.out
+    assert "\x1b" not in result.out
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_shows_sampling_first_and_the_way_to_the_rest(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    shown = [line.split()[0] for line in result.out.splitlines() if line.startswith("  --")]
+    assert shown[0] == "--n"
+    for flag in ("--temperature", "--max-tokens", "--model", "--device", "--help-all"):
+        assert flag in shown
+    assert shown.index("--max-tokens") < shown.index("--model")
+    assert "--expert-policy" not in shown
+
+
+def test_help_all_comes_before_mistakes(run: Run) -> None:
+    assert run("generate", "--no-such-option", "--help-all").code == 2
+    assert run("generate", "--help-all", "--temperature", "nan").code == 0
+
+
+def test_hidden_options_still_work(run: Run) -> None:
+    assert "expert_policy='x'" in run("generate", "the town", "--expert-policy", "x").err
+
+
+@pytest.mark.parametrize("command", ["kernels", "tables"])
+def test_help_all_is_only_where_there_is_more(run: Run, command: str) -> None:
+    assert "--help-all" not in run("bench", command, "--help").out
+
+
+def test_version(run: Run) -> None:
+    result = run("--version")
+    assert result.code == 0
+    assert re.fullmatch(rf"nanovllm {re.escape(__version__)}, .*\btorch \d.*\n", result.out)
+    assert result.err == ""
+
+
 def test_every_option_is_explained() -> None:
-    for group in (ENGINE, SAMPLING):
+    for group in (ENGINE, SAMPLING, SERVER, PLAN, MOE, LOAD):
         names = {f.name for f in dataclasses.fields(group.of)} - group.skipped
+        assert (group.common or names) <= names
         assert set(group.help) == names, "an option without help, or help without an option"
 
 

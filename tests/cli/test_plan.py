@@ -238,7 +238,7 @@ def test_measured_bandwidths(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_names_every_option_and_explains_it(run: Run) -> None:
     from nanovllm.cli.plan import PLAN
 
-    words = run("plan", "--help").out.split()
+    words = run("plan", "--help-all").out.split()
     for parameter in PLAN.parameters():
         assert f"--{parameter.name.replace('_', '-')}" in words
         assert PLAN.help[parameter.name], parameter.name

@@ -47,7 +47,7 @@ def test_documented_defaults(run: Run) -> None:
         assert default in shown
     assert "[default: 256]" in run("compress", "pca", "--help").out
     shown = " ".join(run("compress", "calibrate", "--help").out.replace("│", " ").split())
-    for default in ("[default: 1024]", "[default: 64]", "[default: 0.7]", "default 200"):
+    for default in ("[default: 1024;", "[default: 64;", "[default: 0.7;", "default 200"):
         assert default in shown
 
 

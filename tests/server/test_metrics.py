@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 
+EXPERT_GB = 3 * 48 * 80 * 4 / 2**30  # of the tiny mixtral, float32
 DASHBOARD = Path(__file__).parents[2] / "docs/grafana/nanovllm.json"
 
 
@@ -86,11 +87,47 @@ def test_what_runs_and_who_left(fresh: Running) -> None:
     until(lambda: read(fresh)["vllm:request_success_total abort"] == 1)
 
 
-def test_the_dashboard_asks_only_for_what_is_there(fresh: Running) -> None:
+HALF_ON_DISK = {"expert_placement": "offload", "expert_cache_gb": 5 * EXPERT_GB, "expert_host_gb": 8 * EXPERT_GB}
+
+
+@pytest.fixture(scope="module")
+def offloading(tiny: Callable[[str], TinyModel]) -> Iterator[Running]:
+    with running(tiny("mixtral").path, {**HALF_ON_DISK, "skip_tokenizer_init": True}) as server:
+        yield server
+
+
+def test_expert_hit_rates(offloading: Running) -> None:
+    """16 experts, 8 of them on disk: what a layer wanted is found in one of three places, and every byte that came is
+    counted where it came from."""
+    tiers = ("device", "host", "disk")
+    hits, misses = ([f"nanovllm:expert_{kind}_total {tier}" for tier in tiers] for kind in ("hits", "misses"))
+    loads = [f"nanovllm:expert_loaded_bytes_total {tier}" for tier in tiers[1:]]
+    before = read(offloading)
+    assert [before[name] for name in (*hits, *misses, *loads)] == [0] * 8
+    for seed in range(3):
+        body = {"prompt": [10 + seed, 40, 70], "max_tokens": 8, "ignore_eos": True}
+        assert offloading.post("/v1/completions", body).status_code == 200
+    found, stats = read(offloading), offloading.engine.executor.expert_stats()
+    assert min(found[name] for name in (*hits, *loads)) > 0
+    assert found[hits[0]] == stats.hits
+    assert found[misses[0]] == stats.misses == found[hits[1]] + found[hits[2]]
+    assert found[misses[1]] == found[hits[2]]
+    assert found[misses[2]] == 0
+    assert sum(found[name] for name in loads) == stats.bytes_copied
+
+
+def test_experts_that_stay_are_not_counted(fresh: Running) -> None:
+    assert not [name for name in read(fresh) if "expert" in name]
+
+
+def test_the_dashboard_asks_only_for_what_is_there(fresh: Running, offloading: Running) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
-    asked = set(re.findall(r"vllm:\w+", DASHBOARD.read_text()))
-    with fresh.http() as http:
-        text = http.get("/metrics").text
+    asked = set(re.findall(r"(?:nano)?vllm:\w+", DASHBOARD.read_text()))
+    assert "nanovllm:expert_hits_total" in asked
+    text = ""
+    for server in (fresh, offloading):
+        with server.http() as http:
+            text += http.get("/metrics").text
     there = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
     assert asked <= there
     assert len(dashboard["panels"]) >= 8

@@ -1,0 +1,33 @@
+"""Options that were given and change nothing on this machine with this model: a user who hopes for something from them
+should read why nothing happens. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from nanovllm.config import EngineConfig
+
+OF_GPUS = ("gpu_memory_utilization", "gpu_memory_gb", "enforce_eager")
+OF_OFFLOADED_EXPERTS = (
+    "expert_cache_gb", "expert_host_gb", "expert_policy", "expert_prefetch", "expert_cpu_misses",
+)  # fmt: skip
+
+
+def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | None) -> dict[str, str]:
+    """Option -> why. `placement` of the experts: None = the model has none."""
+    found: dict[str, str] = {}
+    if not is_gpu:
+        found = dict.fromkeys(OF_GPUS, "the model runs on a CPU")
+    elif config.num_kvcache_blocks is None:
+        found["cpu_kvcache_gb"] = "the model runs on a GPU, whose memory is filled (gpu_memory_utilization)"
+    if config.num_kvcache_blocks is not None:
+        found["cpu_kvcache_gb"] = f"num_kvcache_blocks={config.num_kvcache_blocks} decides"
+    if placement is None:
+        found |= dict.fromkeys(("expert_placement", *OF_OFFLOADED_EXPERTS), "the model has no experts")
+    elif placement == "resident":
+        found |= dict.fromkeys(OF_OFFLOADED_EXPERTS, "all experts stay on the device (expert_placement='offload' loads "
+                               "them as they are chosen)")  # fmt: skip
+    else:
+        found.pop("gpu_memory_gb", None)  # a CPU stands in for a card of that size: so many slots for experts
+    given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+    return {name: f"has no effect: {why}" for name, why in found.items() if name in given}
