@@ -1,21 +1,37 @@
 """Prompts as callers write them -> token ids, checked before anything reaches the engine.
 
-A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}; the dicts may carry a
-"cache_salt" (only requests with the same salt share cached prefixes).
+A prompt is a string, token ids (a list or an array), {"prompt": str} or {"prompt_token_ids": [...]}. A dict with both
+is read by its ids; the text is only shown. Dicts may carry a "cache_salt" (only requests with the same salt share cached
+prefixes).
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, TypedDict
 
 from nanovllm.errors import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 # No tokenizer makes tokens longer than a few hundred characters, so a longer text cannot fit whatever it says;
 # tokenising 100 MB first to find that out would take minutes and gigabytes.
 MAX_CHARS_PER_TOKEN = 256
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str | None
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: Sequence[int]
+    prompt: str | None  # not read, only shown in the output
+    cache_salt: str | None
 
 
 @dataclass(frozen=True)
@@ -38,12 +54,13 @@ class InputProcessor:
             token_ids = self.encode(text)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token (a BOS token or a space would do)")
-        for token_id in token_ids[: self.max_model_len]:  # a longer prompt is refused for its length, whatever it holds
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+        head = token_ids[: self.max_model_len]  # a longer prompt is refused for its length, whatever it holds
+        for token_id in head:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"prompt token id {token_id!r}: must be an integer in [0, {self.vocab_size - 1}], the vocabulary"
                 )
-        return EngineInput(list(token_ids), text, salt)
+        return EngineInput([*map(int, head), *token_ids[self.max_model_len :]], text, salt)
 
     def encode(self, text: str, add_special_tokens: bool = True, what: str = "the prompt") -> list[int]:
         if self.tokenizer is None:
@@ -94,18 +111,23 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, None, ""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            unknown = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
             if unknown:
-                raise RequestError(f"prompt has unknown keys {sorted(unknown)}: prompt, prompt_token_ids, cache_salt")
-            text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
-            if (text is None) == (token_ids is None) or not isinstance(salt, str):
-                raise RequestError("a prompt dict needs exactly one of 'prompt' (str) and 'prompt_token_ids' (list)")
+                raise RequestError(f"prompt has unknown keys {sorted(map(str, unknown))}: {', '.join(PROMPT_KEYS)}")
+            text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+            token_ids, salt = _as_python(token_ids), "" if salt is None else salt
+            if text is None and token_ids is None:
+                raise RequestError("a prompt dict needs 'prompt' (str) or 'prompt_token_ids' (list)")
             if text is not None and not isinstance(text, str):
                 raise RequestError(f"prompt={type(text).__name__}: must be a string")
-            if token_ids is not None and not isinstance(token_ids, Sequence):
+            if token_ids is not None and (not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes)):
                 raise RequestError(f"prompt_token_ids={type(token_ids).__name__}: must be a list of integers")
+            if not isinstance(salt, str):
+                raise RequestError(f"cache_salt={type(salt).__name__}: the salt of a prompt must be a string")
+            check_unicode("the prompt", text or "")
             check_unicode("cache_salt", salt)
             return text, token_ids, salt
+        prompt = _as_python(prompt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
             return None, prompt, ""
         raise RequestError(f"a prompt must be a string, token ids or a dict, not {type(prompt).__name__}")
@@ -119,12 +141,18 @@ def check_unicode(what: str, text: str) -> None:
         raise RequestError(f"{what} is not valid Unicode: {error.reason} at character {error.start}") from None
 
 
+def _as_python(value: Any) -> Any:
+    """An array of numpy or torch as lists of Python's numbers; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many? A list of ints is one prompt; a list of anything else is many."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    prompts = _as_python(prompts)
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a string or a list, not {type(prompts).__name__}")
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
