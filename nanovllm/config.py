@@ -29,7 +29,7 @@ VLLM_OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("swap_space", (0,), "a preempted sequence is computed again and never swapped to host memory"),
     ("quantization", (), "weights are computed in dtype; a quantised .gguf file needs no option"),
     ("revision", ("main",), "download another revision and give its folder as model"),
-    ("disable_log_stats", (True, False), "nothing is logged in either case, and RequestOutput.metrics is always filled"),
+    ("disable_log_stats", (True, False), "no statistics are logged; RequestOutput.metrics is always filled"),
     ("max_logprobs", (-1,), "logprobs may always be up to 1000, or -1 for the whole vocabulary"),
 )
 
@@ -202,5 +202,5 @@ class EngineConfig:
         return cls(**options)
 
 
-NULLABLE = {f.name for f in fields(EngineConfig) if "None" in str(f.type)}  # fields with a meaning of their own for None
+NULLABLE = {f.name for f in fields(EngineConfig) if "None" in str(f.type)}  # where None has a meaning of its own
 Config = EngineConfig  # its name in the other small engines of this family

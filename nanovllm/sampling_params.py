@@ -35,9 +35,10 @@ def _number(name: str, value: Any, low: float, high: float, remedy: str, low_ope
 def _integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name}={value!r}: must be an integer; {remedy}")
-    if value < low or value > high:
-        raise RequestError(f"{name}={value}: must be in [{low}, {high}]; {remedy}")
-    return int(value)
+    number = int(value)
+    if number < low or number > high:
+        raise RequestError(f"{name}={number}: must be in [{low}, {high}]; {remedy}")
+    return number
 
 
 def _strings(name: str, value: Any, limit: int) -> tuple[str, ...]:

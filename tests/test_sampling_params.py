@@ -203,9 +203,9 @@ def test_clone() -> None:
 def test_numbers_of_numpy_become_those_of_python() -> None:
     """Parameters travel between ranks as JSON, which knows no numpy."""
     made = SamplingParams(
-        n=np.int64(2), temperature=np.float32(0.5), top_p=np.float64(0.25), top_k=np.int8(-1), seed=np.uint64(2**64 - 1),
-        max_tokens=np.int32(7), min_tokens=np.uint8(3), logprobs=np.int16(4), prompt_logprobs=np.int64(-1),
-        min_p=np.float16(0), stop_token_ids=np.array([3, 4]), allowed_token_ids=[np.int32(5), 6],
+        n=np.int64(2), temperature=np.float32(0.5), top_p=np.float64(0.25), top_k=np.int8(-1),
+        seed=np.uint64(2**64 - 1), max_tokens=np.int32(7), min_tokens=np.uint8(3), logprobs=np.int16(4),
+        prompt_logprobs=np.int64(-1), min_p=np.float16(0), stop_token_ids=np.array([3, 4]), allowed_token_ids=[np.int32(5), 6],
         logit_bias={np.int64(7): np.float32(1.5)}, presence_penalty=np.int64(1),
     )  # fmt: skip
     assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(made)))) == made
@@ -220,7 +220,7 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     ("name", "bad", "word"),
     [
         ("n", [np.int64(0), np.float64(2), np.bool_(True), np.array([1, 2])], "at least one"),
-        ("temperature", [np.float32(-1), np.float16(NAN), np.float64(INF), np.bool_(True), np.array(1.0)], "0 is greedy"),
+        ("temperature", [np.float32(-1), np.float16(NAN), np.float64(INF), np.bool_(1), np.array(1.0)], "0 is greedy"),
         ("stop_token_ids", [np.array([1.0]), np.array([-1]), np.array(["a"]), np.array(5)], "token ids"),
         ("logit_bias", [{np.int64(1): np.float32(NAN)}, {np.float64(1): 1.0}], "logit_bias"),
     ],

@@ -1,12 +1,13 @@
 """Prompts as callers write them -> token ids, checked before anything reaches the engine.
 
 A prompt is a string, token ids (a list or an array), {"prompt": str} or {"prompt_token_ids": [...]}. A dict with both
-is read by its ids; the text is only shown. Dicts may carry a "cache_salt" (only requests with the same salt share cached
-prefixes).
+is read by its ids; the text is only shown. Dicts may carry a "cache_salt" (only requests with the same salt share
+cached prefixes).
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, TypedDict
 from nanovllm.errors import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+MESSAGES = "messages must be a non-empty list of {'role': ..., 'content': ...}"
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 # No tokenizer makes tokens longer than a few hundred characters, so a longer text cannot fit whatever it says;
 # tokenising 100 MB first to find that out would take minutes and gigabytes.
@@ -78,23 +80,50 @@ class InputProcessor:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Messages -> token ids through the model's own chat template (never one from a request). Tools are shown to
-        the model if its template knows of them."""
+        """Messages -> token ids through the model's own chat template, or through the caller's (never one from a
+        request of the server: a template is a program)."""
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one")
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError("this model has no chat template: use generate() with a plain prompt")
-        if not messages or any(not isinstance(m, Mapping) or "role" not in m or "content" not in m for m in messages):
-            raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+        template = chat_template or getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            raise RequestError("this model has no chat template: use generate() with a plain prompt, or chat_template=")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError(MESSAGES)
+        if tools and not knows_tools(template):
+            raise RequestError("tools: the chat template does not show them; describe them in a system message")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message=True begins no new message: set add_generation_prompt=False")
+        extra = self._checked_template_options(chat_template, chat_template_kwargs)
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
-                tools=list(tools) if tools else None,
+                [_plain_message(message) for message in messages], tokenize=False, tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                chat_template=chat_template, **extra,
             )  # fmt: skip
+        except RequestError:
+            raise
         except Exception as error:  # templates raise what they like (TemplateError, TypeError, ...) on odd messages
-            raise RequestError(f"the model's chat template refused these messages: {error}") from error
+            whose = "model's " if chat_template is None else ""
+            raise RequestError(f"the {whose}chat template refused these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+    def _checked_template_options(self, chat_template: Any, kwargs: Any) -> dict[str, Any]:
+        own = getattr(self.tokenizer, "chat_template", None)
+        names = own if isinstance(own, Mapping) else {}
+        is_template = isinstance(chat_template, str) and ("{" in chat_template or chat_template in names)
+        if chat_template is not None and not is_template:
+            raise RequestError(f"chat_template={chat_template!r:.80}: must be the text of a Jinja template")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise RequestError(f"chat_template_kwargs={kwargs!r:.80}: must map names to values")
+        render: Any = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
+        if taken := sorted((set(inspect.signature(render).parameters) - {"documents"}) & set(kwargs or ())):
+            raise RequestError(f"chat_template_kwargs: {taken} are not variables of the template; give them to chat()")
+        return dict(kwargs or {})
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is written inside a text and at its start: with and without a space before it."""
@@ -131,6 +160,41 @@ class InputProcessor:
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
             return None, prompt, ""
         raise RequestError(f"a prompt must be a string, token ids or a dict, not {type(prompt).__name__}")
+
+
+def knows_tools(template: Any) -> bool:
+    """A template may be one text or several by name; one that shows tools must say the word."""
+    return re.search(r"\btools\b", str(template)) is not None
+
+
+def _plain_message(message: Any) -> dict[str, Any]:
+    """As templates read it: content is one text, and the arguments of calls are objects."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise RequestError(MESSAGES)
+    role, content = message["role"], message.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    if isinstance(content, list | tuple):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise RequestError(f"messages: a content part {kind!r:.40}: only parts of type 'text' are read")
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RequestError(f"messages: the content of a message of role {role!r:.40} must be text; {MESSAGES}")
+    calls = [_plain_call(call) for call in message.get("tool_calls") or ()]
+    return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _plain_call(call: Any) -> Any:
+    """OpenAI's API writes the arguments as a text of JSON; templates write them out as objects."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+    except ValueError:
+        raise RequestError(f"messages: the arguments of a call, {function['arguments']!r:.60}, are not JSON") from None
 
 
 def check_unicode(what: str, text: str) -> None:

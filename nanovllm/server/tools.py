@@ -58,11 +58,6 @@ FORMS = {
 # ---- what the model reads --------------------------------------------------------------------------------------------
 
 
-def knows_tools(tokenizer: Any) -> bool:
-    """A template may be one text or several by name; one that shows tools must say the word."""
-    return re.search(r"\btools\b", str(getattr(tokenizer, "chat_template", ""))) is not None
-
-
 def as_plain_text(messages: list[dict[str, Any]], tools: Sequence[Tool], form: Form) -> list[dict[str, Any]]:
     """Tools in the system message, calls as the model would write them, results as the user's words. A small model may
     not understand, but it has been told."""
