@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,38 @@ def test_reset_prefix_cache(make_llm: MakeLLM) -> None:
     assert [cached(), cached()] == [0, 64]
     llm.close()
     assert not llm.reset_prefix_cache()
+
+
+def test_reset_prefix_cache_ends_what_was_planned_ahead(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in flight holds the blocks of a request that has gone already."""
+    llm = make_llm()
+    monkeypatch.setattr(type(llm.engine.executor.runner), "overlap", 2)
+    llm.engine.add_request("0", [7] * 70, GREEDY)
+    llm.engine.step()
+    llm.engine.abort_request("0")
+    blocks = llm.engine.scheduler.blocks
+    assert blocks.num_held
+    assert llm.reset_prefix_cache()
+    assert (blocks.num_used, blocks.findable()) == (0, ([], []))
+    assert len(llm.generate([7] * 70, GREEDY, use_tqdm=False)[0]["token_ids"]) == NEW_TOKENS
+
+
+def test_watchers_see_the_empty_cache(make_llm: MakeLLM) -> None:
+    llm, events = make_llm(), []
+
+    class Reader:
+        def put(self, event: Any) -> None:
+            events.append(json.loads(event.line))
+
+        def end(self) -> None:
+            events.append({"type": "end"})
+
+    llm.generate([7] * 70, GREEDY, use_tqdm=False)
+    llm.engine.watch.attach(Reader())
+    assert llm.reset_prefix_cache()
+    llm.close()
+    assert [event["type"] for event in events] == ["snapshot", "snapshot", "end"]
+    assert [bool(event["cached"]) for event in events[:2]] == [True, False]
 
 
 RAIN = {"role": "user", "content": "the rain"}

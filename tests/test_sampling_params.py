@@ -205,8 +205,8 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     made = SamplingParams(
         n=np.int64(2), temperature=np.float32(0.5), top_p=np.float64(0.25), top_k=np.int8(-1),
         seed=np.uint64(2**64 - 1), max_tokens=np.int32(7), min_tokens=np.uint8(3), logprobs=np.int16(4),
-        prompt_logprobs=np.int64(-1), min_p=np.float16(0), stop_token_ids=np.array([3, 4]), allowed_token_ids=[np.int32(5), 6],
-        logit_bias={np.int64(7): np.float32(1.5)}, presence_penalty=np.int64(1),
+        prompt_logprobs=np.int64(-1), min_p=np.float16(0), stop_token_ids=np.array([3, 4]),
+        allowed_token_ids=[np.int32(5), 6], logit_bias={np.int64(7): np.float32(1.5)}, presence_penalty=np.int64(1),
     )  # fmt: skip
     assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(made)))) == made
     plain = SamplingParams(

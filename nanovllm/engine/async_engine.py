@@ -122,7 +122,7 @@ class AsyncLLMEngine:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing is forgotten, while requests run."""
-        return await asyncio.wrap_future(self._submit(lambda: self.engine.reset_prefix_cache()))
+        return await asyncio.wrap_future(self._submit(lambda: self.engine.reset_prefix_cache(), fatal=True))
 
     # ---- for those who watch -----------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from nanovllm.errors import RequestError
+from nanovllm.sampling.json_schema import without_unions
 from nanovllm.sampling.rows import SamplingRow
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -129,7 +130,8 @@ def to_source(wanted: StructuredOutputsParams) -> str:
 
     try:
         if wanted.json is not None or wanted.json_object:
-            return str(LLMatcher.grammar_from_json_schema(wanted.json or '{"type": "object"}', defaults=JSON_SPACES))
+            schema = without_unions(str(wanted.json or '{"type": "object"}'))
+            return str(LLMatcher.grammar_from_json_schema(schema, defaults=JSON_SPACES))
         if wanted.regex is not None:
             return str(LLMatcher.grammar_from_regex(wanted.regex))
         if wanted.choice is not None:
