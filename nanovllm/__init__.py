@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.inputs import TextPrompt, TokensPrompt
 from nanovllm.errors import ConfigError, EngineDeadError, ModelError, NanoVLLMError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.async_engine import AsyncLLMEngine
@@ -29,6 +30,9 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _HEAVY = {  # these import torch; found on first use, so that `import nanovllm` and `nanovllm --help` are instant

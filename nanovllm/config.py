@@ -14,12 +14,24 @@ from nanovllm.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "sjf", "priority")
 EXPERT_PLACEMENTS = ("auto", "resident", "offload")
 EXPERT_POLICIES = ("lfu", "lru", "none")
 EXECUTORS = ("local", "mp", "multiprocess", "ray", "torchrun")
 ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math")
+# Options of vLLM that scripts write out: (name, values that ask for what this engine does anyway, why there are no
+# others). None always passes.
+VLLM_OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("trust_remote_code", (False,), "code that comes with a model is never run"),
+    ("enable_chunked_prefill", (True,), "prompts longer than max_num_batched_tokens are always computed in pieces"),
+    ("swap_space", (0,), "a preempted sequence is computed again and never swapped to host memory"),
+    ("quantization", (), "weights are computed in dtype; a quantised .gguf file needs no option"),
+    ("revision", ("main",), "download another revision and give its folder as model"),
+    ("disable_log_stats", (True, False), "no statistics are logged; RequestOutput.metrics is always filled"),
+    ("max_logprobs", (-1,), "logprobs may always be up to 1000, or -1 for the whole vocabulary"),
+)
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -166,16 +178,29 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """An unknown option is an error with the nearest known name, never silently dropped."""
+        """As a caller writes them: None is the default, and vLLM's names are understood where they ask for what this
+        engine does. An unknown option is an error with the nearest known name, never silently dropped."""
+        for name, harmless, why in VLLM_OPTIONS:
+            if (value := options.pop(name, None)) is not None and value not in harmless:
+                may = " or ".join(map(repr, harmless)) or "None"
+                raise ConfigError(f"{name}={value!r}: only {may} is possible; {why}")
+        if (size := options.pop("block_size", None)) is not None:
+            if options.get("kvcache_block_size") not in (None, size):
+                raise ConfigError(f"block_size={size!r} is another name of kvcache_block_size, which differs: give one")
+            options["kvcache_block_size"] = size
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
                 raise ConfigError(f"unknown option {name!r}: {hint}")
+        options = {name: value for name, value in options.items() if value is not None or name in NULLABLE}
         # torch.bfloat16 prints as "torch.bfloat16": accepted, so that vLLM scripts run unchanged
         if "dtype" in options:
-            options["dtype"] = re.sub(r"^torch\.", "", str(options["dtype"]))
-        if options.get("model", "") is None:
-            del options["model"]
+            dtype = re.sub(r"^torch\.", "", str(options["dtype"]))
+            options["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
         return cls(**options)
+
+
+NULLABLE = {f.name for f in fields(EngineConfig) if "None" in str(f.type)}  # where None has a meaning of its own
+Config = EngineConfig  # its name in the other small engines of this family

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,17 +50,33 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation (a list of messages) or several; the model's own chat template makes the prompts."""
+        """One conversation (a list of messages) or several; a chat template, the model's own unless one is given,
+        makes the prompts. chat_template_kwargs are its variables, for example {"enable_thinking": False}."""
         if not isinstance(messages, Sequence) or not messages:
             raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}, or of such lists")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = [
-            {"prompt_token_ids": self.engine.inputs.render_chat(conversation, add_generation_prompt)}  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
+        render = functools.partial(
+            self.engine.inputs.render_chat, add_generation_prompt=add_generation_prompt, tools=tools,
+            continue_final_message=continue_final_message, chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        prompts: list[Prompt] = [{"prompt_token_ids": render(messages)} for messages in conversations]  # type: ignore[arg-type]
         return self._run(prompts, sampling_params, use_tqdm, None)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        return self.engine
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing is forgotten, while requests run."""
+        return self.engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> Any:
         return self.engine.tokenizer

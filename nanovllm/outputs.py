@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a whole vocabulary of them for each token, if asked for
 class Logprob:
     logprob: float
     rank: int | None = None  # 1 = the most likely token

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from nanovllm.errors import RequestError
@@ -21,6 +22,8 @@ GREEDY_EPS = 1e-5  # temperatures below this are greedy, as in vLLM: dividing lo
 
 
 def _number(name: str, value: Any, low: float, high: float, remedy: str, low_open: bool = False) -> float:
+    if isinstance(value, Real) and not isinstance(value, int):
+        value = float(value)  # numpy's too; an int stays, since one of 400 digits has no float
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:  # NaN fails too
         raise RequestError(f"{name}={value!r:.40}: must be a finite number; {remedy}")
     if value < low or value > high or (low_open and value == low):
@@ -30,11 +33,12 @@ def _number(name: str, value: Any, low: float, high: float, remedy: str, low_ope
 
 
 def _integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name}={value!r}: must be an integer; {remedy}")
-    if value < low or value > high:
-        raise RequestError(f"{name}={value}: must be in [{low}, {high}]; {remedy}")
-    return value
+    number = int(value)
+    if number < low or number > high:
+        raise RequestError(f"{name}={number}: must be in [{low}, {high}]; {remedy}")
+    return number
 
 
 def _strings(name: str, value: Any, limit: int) -> tuple[str, ...]:
@@ -54,25 +58,26 @@ def _strings(name: str, value: Any, limit: int) -> tuple[str, ...]:
 def _token_ids(name: str, value: Iterable[int] | None) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if not isinstance(value, Iterable):
-        raise RequestError(f"{name}={value!r}: must be a list of token ids")
-    ids = tuple(value)
-    for token in ids:
-        _integer(f"{name} entry", token, 0, 2**31 - 1, "token ids are non-negative integers")
-    return ids
+    try:
+        tokens = tuple(value)
+    except TypeError:  # an array without dimensions is an Iterable too
+        raise RequestError(f"{name}={value!r}: must be a list of token ids") from None
+    return tuple(_integer(f"{name} entry", t, 0, 2**31 - 1, "token ids are non-negative integers") for t in tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StructuredOutputs:
+@dataclass(frozen=True)
+class StructuredOutputsParams:
     """The form that a text must have: exactly one of these."""
 
     json: str | Mapping[str, Any] | None = None  # a JSON schema
-    json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: Iterable[str] | None = None
     grammar: str | None = None  # in llguidance's variant of Lark
+    json_object: bool | None = False  # any JSON object
 
     def __post_init__(self) -> None:
+        if self.json_object is None:
+            object.__setattr__(self, "json_object", False)
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         if not isinstance(self.json_object, bool) or len(given) + self.json_object != 1:
             raise RequestError("structured_outputs: give exactly one of json, json_object, regex, choice, grammar")
@@ -88,56 +93,62 @@ class StructuredOutputs:
                 raise RequestError(f"structured_outputs {name}: must be text of 1 to {MAX_STRUCTURE} characters")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one request. Defaults are vLLM's: one completion of 16 tokens at temperature 1."""
+    """How to sample one request. Defaults are vLLM's: one completion of 16 tokens at temperature 1. None is the default
+    of any field but max_tokens. The fields that may be given by position stand in vLLM's order."""
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = all tokens
     min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     seed: int | None = None  # the same tokens whatever else is in the batch
     stop: str | Iterable[str] | None = None
     stop_token_ids: Iterable[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None = until max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None
+    logprobs: int | None = None  # -1 = the whole vocabulary
     prompt_logprobs: int | None = None
+    _: KW_ONLY
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Iterable[int] | None = None
     bad_words: Iterable[str] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:  # frozen for everyone else: values are normalised once, here
             object.__setattr__(self, name, value)
 
-        _integer("n", self.n, 1, MAX_N, "ask for at least one completion")
+        def put_integer(name: str, low: int, high: int, remedy: str) -> None:
+            if getattr(self, name) is not None:
+                put(name, _integer(name, getattr(self, name), low, high, remedy))
+
+        for field in fields(self):
+            if getattr(self, field.name) is None and field.name != "max_tokens":
+                put(field.name, field.default)
+        put_integer("n", 1, MAX_N, "ask for at least one completion")
         put("temperature", _number("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 is the model's own"))
         put("top_p", _number("top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", low_open=True))
         put("min_p", _number("min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens"))
-        _integer("top_k", self.top_k, -1, 2**31 - 1, "0 or -1 keeps all tokens")
+        put_integer("top_k", -1, 2**31 - 1, "0 or -1 keeps all tokens")
         put("top_k", max(self.top_k, 0))
         for name in ("presence_penalty", "frequency_penalty"):
             put(name, _number(name, getattr(self, name), -2.0, 2.0, "0 is off"))
         put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is off", True))
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1, "leave it None for a fresh one")
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, "None means until max_model_len")
+        put_integer("seed", -(2**63), 2**64 - 1, "leave it None for a fresh one")
+        put_integer("max_tokens", 1, 2**31 - 1, "None means until max_model_len")
         limit = self.max_tokens if self.max_tokens is not None else 2**31 - 1
-        _integer("min_tokens", self.min_tokens, 0, limit, "it cannot exceed max_tokens")
+        put_integer("min_tokens", 0, limit, "it cannot exceed max_tokens")
         for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS, "None is off")
+            put_integer(name, -1, MAX_LOGPROBS, "None is off, -1 is the whole vocabulary")
         put("stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
         put("bad_words", _strings("bad_words", self.bad_words, 1024))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
@@ -160,18 +171,22 @@ class SamplingParams:
         bias = {}
         for token, value in self.logit_bias.items():
             token = int(token) if isinstance(token, str) and token.isdecimal() else token  # JSON keys are strings
-            _integer("logit_bias key", token, 0, 2**31 - 1, "keys are token ids")
+            token = _integer("logit_bias key", token, 0, 2**31 - 1, "keys are token ids")
             bias[token] = _number(f"logit_bias[{token}]", value, -100.0, 100.0, "as in OpenAI's API")
         return bias
 
-    def _checked_structure(self) -> StructuredOutputs | None:
+    def _checked_structure(self) -> StructuredOutputsParams | None:
         wanted = self.structured_outputs
-        if wanted is None or isinstance(wanted, StructuredOutputs):
+        if wanted is None or isinstance(wanted, StructuredOutputsParams):
             return wanted
-        names = [f.name for f in fields(StructuredOutputs)]
+        names = [f.name for f in fields(StructuredOutputsParams)]
         if not isinstance(wanted, Mapping) or not set(wanted) <= set(names):
-            raise RequestError(f"structured_outputs={wanted!r:.80}: must be a StructuredOutputs or have {names}")
-        return StructuredOutputs(**wanted)
+            raise RequestError(f"structured_outputs={wanted!r:.80}: must be a StructuredOutputsParams or have {names}")
+        return StructuredOutputsParams(**wanted)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy, with these fields changed: parameters are frozen, since a running request reads them."""
+        return replace(self, **changes)
 
     @property
     def is_greedy(self) -> bool:

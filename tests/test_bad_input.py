@@ -97,7 +97,7 @@ def test_huge_prompts_are_refused_without_reading_them(llm: LLM, llama: TinyMode
 @pytest.mark.parametrize(
     "prompt",
     [5, None, 1.5, b"the", {5}, object(), {"prompt_token_ids": 5}, {"prompt_token_ids": None}, {"prompt": 5}, {},
-     {"prompt": b"x"}, {"prompt": "x", "prompt_token_ids": [5]}, {"text": "x"}, {"prompt": "x", "image": 1},
+     {"prompt": b"x"}, {"prompt": 5, "prompt_token_ids": [5]}, {"text": "x"}, {"prompt": "x", "image": 1},
      {"prompt": "x", "cache_salt": 5}, {"prompt_token_ids": {"a": 1}}, {"prompt_token_ids": "abc"}],
 )  # fmt: skip
 def test_things_that_are_no_prompt(llm: LLM, llama: TinyModel, prompt: Any) -> None:
@@ -155,7 +155,7 @@ NAN, INF = float("nan"), float("inf")
         ({"frequency_penalty": -INF}, ("frequency_penalty=-inf",)),
         ({"repetition_penalty": 0}, ("repetition_penalty=0", "1 is off")),
         ({"seed": 1.5}, ("seed=1.5",)),
-        ({"logprobs": -1}, ("logprobs=-1",)),
+        ({"logprobs": -2}, ("logprobs=-2",)),
         ({"prompt_logprobs": 10**6}, ("prompt_logprobs=1000000", "1000")),
         ({"stop": [""]}, ("stop=''",)),
         ({"stop": ["x"] * 1000}, ("1000", "128")),

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from nanovllm import ConfigError, EngineConfig, NanoVLLMError
+from nanovllm.config import Config
 
 NAN, INF = float("nan"), float("inf")
 
@@ -19,7 +20,7 @@ def refusal(**options: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("value", [0, -1, 65537, 1.5, "8", True, None, NAN])
+@pytest.mark.parametrize("value", [0, -1, 65537, 1.5, "8", True, NAN])
 def test_max_num_seqs(value: object) -> None:
     message = refusal(max_num_seqs=value)
     assert f"max_num_seqs={value!r}" in message
@@ -37,23 +38,23 @@ def test_max_num_seqs(value: object) -> None:
         ("max_wait_steps", [-1, 0.5, True], "[0, 2147483647]"),
         ("decode_steps", [0, 65, True], "[1, 64]"),
         ("tensor_parallel_size", [0, -2, 1025, "2"], "[1, 1024]"),
-        ("seed", [2**64, -(2**63) - 1, 0.5, None], "18446744073709551615]"),
+        ("seed", [2**64, -(2**63) - 1, 0.5], "18446744073709551615]"),
         ("gpu_memory_utilization", [0, -0.5, 1.01, NAN, INF, "0.9", True], "(0, 1]"),
         ("cpu_kvcache_gb", [0, -1, NAN, INF, "2"], "positive"),
         ("gpu_memory_gb", [0, -1, NAN, INF, "11", 2**20], "positive number of gigabytes below 1048576"),
         ("expert_cache_gb", [0, -1, NAN, INF, "2", 2**20], "positive number of gigabytes below 1048576"),
         ("expert_host_gb", [-1, -1e-9, NAN, INF, "2", 2**20], "number of gigabytes from 0 below 1048576"),
-        ("expert_placement", ["gpu", None, True], "auto, resident, offload"),
-        ("expert_policy", ["LFU", None, "fifo"], "lfu, lru, none"),
-        ("expert_prefetch", [1, None], "True or False"),
+        ("expert_placement", ["gpu", True], "auto, resident, offload"),
+        ("expert_policy", ["LFU", "fifo"], "lfu, lru, none"),
+        ("expert_prefetch", [1], "True or False"),
         ("expert_cpu_misses", ["yes"], "True or False"),
-        ("enable_prefix_caching", [1, None, "yes"], "True or False"),
+        ("enable_prefix_caching", [1, "yes"], "True or False"),
         ("enforce_eager", [0], "True or False"),
         ("skip_tokenizer_init", ["no"], "True or False"),
-        ("device", ["gpu", None, 0, ["cpu"]], "auto, cpu, cuda"),
-        ("dtype", ["int8", None, 16], "auto, float32, float16, bfloat16"),
+        ("device", ["gpu", 0, ["cpu"]], "auto, cpu, cuda"),
+        ("dtype", ["int8", 16], "auto, float32, float16, bfloat16"),
         ("load_format", ["pickle", True], "auto, dummy"),
-        ("scheduling_policy", ["FCFS", "lifo", None], "fcfs, sjf, priority"),
+        ("scheduling_policy", ["FCFS", "lifo"], "fcfs, sjf, priority"),
         ("attn_backend", ["xformers", ""], "sdpa"),
         ("model", ["", 5], "folder"),
     ],
@@ -146,13 +147,56 @@ def test_an_option_like_nothing_known_is_answered_with_the_list() -> None:
         assert field.name in message
 
 
-def test_dtype_as_torch_prints_it_and_model_none() -> None:
+def test_dtype_as_torch_prints_it_and_as_vllm_names_it() -> None:
     class FakeDtype:
         def __str__(self) -> str:
             return "torch.bfloat16"
 
     assert EngineConfig.from_options(dtype=FakeDtype()).dtype == "bfloat16"
-    assert EngineConfig.from_options(model=None).model == EngineConfig().model
+    assert EngineConfig.from_options(dtype="half").dtype == "float16"
+    assert EngineConfig.from_options(dtype="float").dtype == "float32"
+
+
+def test_none_is_the_default_of_every_option() -> None:
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    given = EngineConfig.from_options(**dict.fromkeys(names))
+    assert given == EngineConfig(max_wait_steps=None)  # which means: no aging
+
+
+def test_what_vllm_scripts_write_out() -> None:
+    asked = EngineConfig.from_options(
+        trust_remote_code=False, block_size=32, enable_chunked_prefill=True, swap_space=0, quantization=None,
+        revision=None, disable_log_stats=True, seed=None, dtype="half", max_logprobs=-1,
+    )  # fmt: skip
+    assert asked == EngineConfig(kvcache_block_size=32, seed=0, dtype="float16")
+    assert EngineConfig.from_options(block_size=None, disable_log_stats=False, swap_space=0.0) == EngineConfig()
+    assert EngineConfig.from_options(block_size=16, kvcache_block_size=16) == EngineConfig(kvcache_block_size=16)
+    assert Config is EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("trust_remote_code", True, "never run"),
+        ("enable_chunked_prefill", False, "max_num_batched_tokens"),
+        ("swap_space", 4, "only 0 is possible"),
+        ("quantization", "awq", "gguf"),
+        ("revision", "v1.0", "folder"),
+        ("max_logprobs", 20, "1000"),
+        ("disable_log_stats", "yes", "True or False"),
+        ("block_size", 8, "[16, 256]"),
+        ("pipeline_parallel_size", 2, "unknown option"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: object, word: str) -> None:
+    message = refusal(**{name: value})
+    assert name in message
+    assert repr(value) in message or "unknown" in message
+    assert word in message
+
+
+def test_two_names_of_the_block_size_must_agree() -> None:
+    assert "give one" in refusal(block_size=16, kvcache_block_size=32)
 
 
 def test_frozen() -> None:

@@ -390,6 +390,15 @@ def test_a_wrong_command_is_found(line: str) -> None:
     assert found.type.__name__ in ("KeyError", "NoSuchOption", "BadParameter", "AssertionError")
 
 
+def test_commands_for_small_gpus() -> None:
+    lines = commands(read("docs/small-gpus.md"))
+    assert any(re.search(r"\bpip install flash-attn==1\.0\.9 --no-build-isolation$", line) for line in lines)
+    ours = [line for line in lines if line.startswith("nanovllm ")]
+    assert len(ours) >= 3
+    for line in ours:
+        parse_command(line)
+
+
 @pytest.mark.parametrize("page", pages())
 def test_commands_in_the_text_exist(page: str) -> None:
     for span in spans(read(page)):

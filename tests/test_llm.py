@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from nanovllm import LLM, RequestError, SamplingParams
-from tests.tiny_models import CHAT_TEMPLATE, NEW_TOKENS, TinyModel, save_tokenizer
+from nanovllm import LLM, RequestError, SamplingParams, TextPrompt, TokensPrompt
+from tests.tiny_models import CHAT_TEMPLATE, NEW_TOKENS, VOCAB, TinyModel, save_tokenizer
 
 MakeLLM = Callable[..., LLM]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -58,9 +62,163 @@ def test_chat(llm: LLM) -> None:
     assert sent[0]["token_ids"] == one[0]["token_ids"]
 
 
+def test_ids_beside_text_and_ids_of_numpy(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("the river")
+    [expected] = llm.generate([ids], GREEDY, use_tqdm=False)
+    array = np.array(ids)
+    for prompt in (
+        array, array.astype(np.uint16), list(array), [array], array[None], torch.tensor(ids),
+        {"prompt_token_ids": array}, TokensPrompt(prompt_token_ids=array), {"prompt_token_ids": tuple(array)},
+        TokensPrompt(prompt="shown, not read", prompt_token_ids=ids, cache_salt=None),
+        {"prompt_token_ids": ids, "multi_modal_data": None}, TextPrompt(prompt="the river"),
+    ):  # fmt: skip
+        [found] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert found["token_ids"] == expected["token_ids"]
+        assert found.prompt_token_ids == ids
+        assert {type(token) for token in found.prompt_token_ids} == {int}
+    both = llm.generate({"prompt": "shown", "prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0]
+    assert both.prompt == "shown"
+    two = llm.generate(np.array([ids, ids]), GREEDY, use_tqdm=False)
+    assert [o["token_ids"] for o in two] == [expected["token_ids"]] * 2
+
+
+def test_whole_vocabulary_of_logprobs(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+    few = params.clone(logprobs=2, prompt_logprobs=1)
+    for_all, for_few = llm.generate(["the rain", "the rain"], [params, few], use_tqdm=False)
+    for whole, part in [*zip(for_all["logprobs"], for_few["logprobs"]),
+                        *zip(for_all.prompt_logprobs[1:], for_few.prompt_logprobs[1:])]:  # fmt: skip
+        assert set(whole) == set(range(VOCAB))
+        assert sum(math.exp(entry.logprob) for entry in whole.values()) == pytest.approx(1, abs=1e-5)
+        assert {token: whole[token].rank for token in part} == {token: part[token].rank for token in part}
+        assert [whole[t].decoded_token for t in (5, 299)] == [llm.get_tokenizer().decode([t]) for t in (5, 299)]
+
+
+def test_names_of_vllm(llm: LLM) -> None:
+    assert llm.llm_engine is llm.engine
+
+
+def test_half_on_a_cpu(make_llm: MakeLLM) -> None:
+    llm = make_llm(dtype="half", trust_remote_code=False, swap_space=0, seed=None, block_size=16)
+    assert llm.engine.describe()["runs_on"]["dtype"] == "float16"
+    assert len(llm.generate("the rain", GREEDY, use_tqdm=False)[0]["token_ids"]) == NEW_TOKENS
+
+
+def test_reset_prefix_cache(make_llm: MakeLLM) -> None:
+    llm = make_llm(enable_prefix_caching=True)
+    prompt = {"prompt_token_ids": [7] * 70}
+
+    def cached() -> int:
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached(), cached()] == [0, 64]
+    llm.engine.add_request("runs", prompt, GREEDY)
+    llm.engine.step()
+    assert not llm.reset_prefix_cache()  # it runs, and reads those blocks
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert cached() == 64
+    assert llm.reset_prefix_cache()
+    assert llm.engine.scheduler.blocks.findable() == ([], [])
+    assert [cached(), cached()] == [0, 64]
+    llm.close()
+    assert not llm.reset_prefix_cache()
+
+
+def test_reset_prefix_cache_ends_what_was_planned_ahead(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in flight holds the blocks of a request that has gone already."""
+    llm = make_llm()
+    monkeypatch.setattr(type(llm.engine.executor.runner), "overlap", 2)
+    llm.engine.add_request("0", [7] * 70, GREEDY)
+    llm.engine.step()
+    llm.engine.abort_request("0")
+    blocks = llm.engine.scheduler.blocks
+    assert blocks.num_held
+    assert llm.reset_prefix_cache()
+    assert (blocks.num_used, blocks.findable()) == (0, ([], []))
+    assert len(llm.generate([7] * 70, GREEDY, use_tqdm=False)[0]["token_ids"]) == NEW_TOKENS
+
+
+def test_watchers_see_the_empty_cache(make_llm: MakeLLM) -> None:
+    llm, events = make_llm(), []
+
+    class Reader:
+        def put(self, event: Any) -> None:
+            events.append(json.loads(event.line))
+
+        def end(self) -> None:
+            events.append({"type": "end"})
+
+    llm.generate([7] * 70, GREEDY, use_tqdm=False)
+    llm.engine.watch.attach(Reader())
+    assert llm.reset_prefix_cache()
+    llm.close()
+    assert [event["type"] for event in events] == ["snapshot", "snapshot", "end"]
+    assert [bool(event["cached"]) for event in events[:2]] == [True, False]
+
+
+RAIN = {"role": "user", "content": "the rain"}
+OWN = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ suffix }}{% endfor %}{% if tools %}{{ tools }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"chat_template": OWN}, "user:the rain"),
+        ({"chat_template": OWN, "chat_template_kwargs": {"suffix": "!", "enable_thinking": False}}, "user:the rain!"),
+        ({"chat_template_kwargs": {}}, "<|user|>the rain<|end|><|assistant|>"),
+        ({"chat_template": OWN, "tools": [{"type": "function"}]}, "user:the rain[{'type': 'function'}]"),
+        ({"tools": []}, "<|user|>the rain<|end|><|assistant|>"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<|user|>the rain"),
+    ],
+)  # fmt: skip
+def test_options_of_chat(llm: LLM, options: dict[str, Any], text: str) -> None:
+    for conversations in ([RAIN], [[RAIN], [RAIN]]):
+        for output in llm.chat(conversations, GREEDY, use_tqdm=False, **options):
+            assert output.prompt_token_ids == llm.get_tokenizer().encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools: the chat template does not show them"),
+        ({"continue_final_message": True}, "add_generation_prompt=False"),
+        ({"chat_template": "./template.jinja"}, "text of a Jinja template"),
+        ({"chat_template": 5}, "text of a Jinja template"),
+        ({"chat_template": "{% for"}, "chat template refused"),
+        ({"chat_template_kwargs": {"tokenize": True, "tools": []}}, r"\['tokenize', 'tools'\]"),
+        ({"chat_template_kwargs": [1]}, "must map"),
+    ],
+)
+def test_options_of_chat_that_cannot_be_honoured(llm: LLM, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.chat([RAIN], GREEDY, use_tqdm=False, **options)
+
+
+def test_content_parts_and_messages_without_content(llm: LLM) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "rain"}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "content": None},
+    ]
+    template = (
+        "{% for m in messages %}{{ m.role }}={{ m.content }};{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.x }};{% endfor %}{% endfor %}"
+    )
+    [output] = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+    text = "user=the\nrain;assistant=;1;assistant=;"
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(text, add_special_tokens=False)
+    assert messages[0]["content"][0]["text"] == "the"  # the caller's own are not touched
+
+
 @pytest.mark.parametrize(
     "messages",
-    [[], {}, "hello", 5, None, [[]], [{}], [{"role": "user"}], [{"content": "x"}], ["x"], [[{"role": "user"}]],
+    [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+     [{"role": "user", "content": [5]}], [{"role": "user", "content": [{"type": "text"}]}],
+     [{"role": "user", "content": 5}], [{"role": "tool"}],
+     [RAIN, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+     [], {}, "hello", 5, None, [[]], [{}], [{"role": "user"}], [{"content": "x"}], ["x"], [[{"role": "user"}]],
      [{"role": "forbidden", "content": "x"}], [{"role": "user", "content": None}], [{"role": 3, "content": "x"}]],
 )  # fmt: skip
 def test_bad_messages(llm: LLM, messages: Any) -> None:

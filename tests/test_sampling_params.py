@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 
-from nanovllm import NanoVLLMError, RequestError, SamplingParams
+from nanovllm import NanoVLLMError, RequestError, SamplingParams, StructuredOutputsParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -21,19 +23,19 @@ def refusal(**params: object) -> str:
 @pytest.mark.parametrize(
     ("name", "bad", "remedy"),
     [
-        ("n", [0, -1, 1025, 10**9, 1.0, True, None, "2", NAN], "at least one"),
-        ("temperature", [-0.1, 100.5, NAN, INF, -INF, None, True, "1"], "0 is greedy"),
-        ("top_p", [0, 0.0, -0.5, 1.1, NAN, INF, False, None], "1 keeps all"),
+        ("n", [0, -1, 1025, 10**9, 1.0, True, "2", NAN], "at least one"),
+        ("temperature", [-0.1, 100.5, NAN, INF, -INF, True, "1", 1j], "0 is greedy"),
+        ("top_p", [0, 0.0, -0.5, 1.1, NAN, INF, False], "1 keeps all"),
         ("min_p", [-0.1, 1.5, NAN, INF, True], "0 keeps all"),
-        ("top_k", [-2, 1.5, 2**31, True, None, NAN], "0 or -1"),
-        ("presence_penalty", [-2.1, 2.1, NAN, INF, None], "0 is off"),
+        ("top_k", [-2, 1.5, 2**31, True, NAN], "0 or -1"),
+        ("presence_penalty", [-2.1, 2.1, NAN, INF], "0 is off"),
         ("frequency_penalty", [-3, 3, NAN, "x"], "0 is off"),
         ("repetition_penalty", [0, -1, 101, NAN, INF], "1 is off"),
         ("seed", [2**64, -(2**63) - 1, 1.5, True, "7"], "None"),
         ("max_tokens", [0, -1, 2**31, 1.5, True, INF], "max_model_len"),
-        ("min_tokens", [-1, 17, 0.5, True, None], "max_tokens"),
-        ("logprobs", [-1, 1001, True, 2.0], "None is off"),
-        ("prompt_logprobs", [-1, 1001, False], "None is off"),
+        ("min_tokens", [-1, 17, 0.5, True], "max_tokens"),
+        ("logprobs", [-2, 1001, True, 2.0], "None is off, -1 is the whole vocabulary"),
+        ("prompt_logprobs", [-2, 1001, False], "None is off"),
     ],
 )
 def test_bad_numbers_are_refused_with_value_and_remedy(name: str, bad: list[object], remedy: str) -> None:
@@ -53,7 +55,7 @@ def test_bad_numbers_are_refused_with_value_and_remedy(name: str, bad: list[obje
         ({"max_tokens": 0}, "[1, 2147483647]"),
         ({"repetition_penalty": 0}, "(0, 100]"),
         ({"max_tokens": 4, "min_tokens": 5}, "[0, 4]"),
-        ({"logprobs": 5000}, "[0, 1000]"),
+        ({"logprobs": 5000}, "[-1, 1000]"),
     ],
 )
 def test_a_value_out_of_range_is_answered_with_the_range(params: dict[str, object], limit: str) -> None:
@@ -81,7 +83,6 @@ def test_a_value_out_of_range_is_answered_with_the_range(params: dict[str, objec
         ({"logit_bias": {3: 101}}, "[-100, 100]"),
         ({"logit_bias": {3: NAN}}, "finite"),
         ({"ignore_eos": 1}, "True or False"),
-        ({"detokenize": None}, "True or False"),
         ({"skip_special_tokens": "no"}, "True or False"),
         ({"include_stop_str_in_output": 0}, "True or False"),
         ({"detokenize": False, "stop": "x"}, "stop_token_ids"),
@@ -100,6 +101,7 @@ def test_bad_lists_maps_and_flags_are_refused(params: dict[str, object], word: s
         {"bad_words": 5},
         {"stop_token_ids": 5},
         {"allowed_token_ids": 5},
+        {"stop_token_ids": np.array(5)},
         {"logit_bias": {"²": 1.0}},
     ],
 )
@@ -125,6 +127,7 @@ def test_wrong_types_and_huge_integers_are_refused_too(params: dict[str, object]
         {"max_tokens": 1, "min_tokens": 1},
         {"max_tokens": None, "min_tokens": 5000},
         {"logprobs": 0, "prompt_logprobs": 1000},
+        {"logprobs": -1, "prompt_logprobs": -1},
     ],
 )
 def test_good_values_pass(params: dict[str, object]) -> None:
@@ -153,10 +156,83 @@ def test_greedy_is_a_contract(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).is_greedy is greedy
 
 
-def test_unknown_names_positional_values_and_later_changes_are_errors() -> None:
+def test_unknown_names_and_later_changes_are_errors() -> None:
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        SamplingParams(2)  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_first_arguments_stand_in_the_order_of_vllm() -> None:
+    values = (2, 0.1, 0.2, 1.3, 0.4, 0.5, 6, 0.7, 8, ["nine"], [10], True, 110, 12, 13, 14)
+    names = (
+        "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+        "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
+    )  # fmt: skip
+    assert SamplingParams(*values) == SamplingParams(**dict(zip(names, values)))
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(*values, {3: 1.0})  # what follows differs between versions of vLLM
+
+
+def test_a_temperature_in_the_place_of_n_is_refused() -> None:
+    """The first parameter of the smaller engines is the temperature."""
+    with pytest.raises(RequestError, match=r"n=0\.6: must be an integer"):
+        SamplingParams(0.6, 256)  # type: ignore[arg-type]
+
+
+def test_none_is_the_default_of_every_field() -> None:
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    nothing = SamplingParams(**dict.fromkeys(names))  # type: ignore[arg-type]
+    assert nothing == SamplingParams(max_tokens=None)  # which means: until max_model_len
+    assert nothing.n == 1
+    assert nothing.detokenize is True
+
+
+def test_clone() -> None:
+    params = SamplingParams(n=3, stop="END", logit_bias={5: 1}, structured_outputs={"regex": "a"})
+    copy = params.clone()
+    assert copy == params
+    assert copy is not params
+    assert params.clone(seed=5, stop=None) == dataclasses.replace(params, seed=5, stop=None)
+    with pytest.raises(RequestError, match="n=0"):
+        params.clone(n=0)
+    with pytest.raises(TypeError, match="best_of"):
+        params.clone(best_of=2)
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    """Parameters travel between ranks as JSON, which knows no numpy."""
+    made = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), top_p=np.float64(0.25), top_k=np.int8(-1),
+        seed=np.uint64(2**64 - 1), max_tokens=np.int32(7), min_tokens=np.uint8(3), logprobs=np.int16(4),
+        prompt_logprobs=np.int64(-1), min_p=np.float16(0), stop_token_ids=np.array([3, 4]),
+        allowed_token_ids=[np.int32(5), 6], logit_bias={np.int64(7): np.float32(1.5)}, presence_penalty=np.int64(1),
+    )  # fmt: skip
+    assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(made)))) == made
+    plain = SamplingParams(
+        n=2, temperature=0.5, top_p=0.25, seed=2**64 - 1, max_tokens=7, min_tokens=3, logprobs=4, prompt_logprobs=-1,
+        stop_token_ids=[3, 4], allowed_token_ids=[5, 6], logit_bias={7: 1.5}, presence_penalty=1,
+    )  # fmt: skip
+    assert made == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "word"),
+    [
+        ("n", [np.int64(0), np.float64(2), np.bool_(True), np.array([1, 2])], "at least one"),
+        ("temperature", [np.float32(-1), np.float16(NAN), np.float64(INF), np.bool_(1), np.array(1.0)], "0 is greedy"),
+        ("stop_token_ids", [np.array([1.0]), np.array([-1]), np.array(["a"]), np.array(5)], "token ids"),
+        ("logit_bias", [{np.int64(1): np.float32(NAN)}, {np.float64(1): 1.0}], "logit_bias"),
+    ],
+)  # fmt: skip
+def test_bad_numbers_of_numpy_are_refused_as_those_of_python_are(name: str, bad: list[object], word: str) -> None:
+    for value in bad:
+        assert word in refusal(**{name: value})
+
+
+def test_structured_outputs_params_as_in_vllm() -> None:
+    assert StructuredOutputsParams({"type": "object"}) == StructuredOutputsParams(json='{"type": "object"}')
+    made = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+", json_object=None))
+    assert made == SamplingParams(structured_outputs={"regex": "a+"})
+    with pytest.raises(TypeError, match="structural_tag"):
+        StructuredOutputsParams(structural_tag="{}")  # type: ignore[call-arg]

@@ -2,7 +2,8 @@
 
 Every cell of the table runs `batch` prompts of `length` random tokens to `length` new ones each. Only steps that do
 nothing but decode are counted, so a backend that is slow at prompts is not blamed here for it. A cell that does not
-fit says OOM, and the run goes on. One engine serves all cells of a backend.
+fit says OOM, and the run goes on. One engine serves all cells of a backend. With several backends, Winner is the
+fastest of a row and Speedup how many times as fast it is as the next.
 """
 
 from __future__ import annotations
@@ -199,13 +200,24 @@ def _names(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def print_tables(sweep: Sweep, rows: list[dict[str, Any]]) -> None:
-    cells = {(row["backend"], row["batch_size"], row["input_len"]): _cell(row) for row in rows}
+    found = {(row["backend"], row["batch_size"], row["input_len"]): row for row in rows}
     names = _names(rows)
+    columns = ["input = output", *(names[backend] for backend in sweep.backends)]
+    several = len(sweep.backends) > 1
     for batch in sweep.batch_sizes:
-        print_table(
-            f"batch {batch}: {RATE}", ["input = output", *(names[backend] for backend in sweep.backends)],
-            [[length, *(cells[backend, batch, length] for backend in sweep.backends)] for length in sweep.input_lens],
-        )  # fmt: skip
+        lines = []
+        for length in sweep.input_lens:
+            line = [found[backend, batch, length] for backend in sweep.backends]
+            lines.append([length, *map(_cell, line), *(_winner(line, names) if several else ())])
+        print_table(f"batch {batch}: {RATE}", columns + ["Winner", "Speedup"] * several, lines)
+
+
+def _winner(line: list[dict[str, Any]], names: dict[str, str]) -> tuple[str, str]:
+    """(the fastest, how much faster than the next), as far as there are any that ran."""
+    ran = [row for row in line if row["decode_tokens_per_second"] is not None]
+    first, *others = sorted(ran, key=lambda row: -row["decode_tokens_per_second"]) or [None]
+    speedup = f"{first['decode_tokens_per_second'] / others[0]['decode_tokens_per_second']:.2f}x" if others else "-"
+    return ("-" if first is None else names[first["backend"]]), speedup
 
 
 def plot_sweep(path: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:

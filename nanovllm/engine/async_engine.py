@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.inputs import Prompt
@@ -33,6 +33,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.policy import make_policy
 
 logger = logging.getLogger("nanovllm")
+T = TypeVar("T")
 
 
 @dataclass
@@ -119,6 +120,10 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str) -> None:
         await asyncio.wrap_future(self._submit(lambda: self._abort(request_id)))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing is forgotten, while requests run."""
+        return await asyncio.wrap_future(self._submit(lambda: self.engine.reset_prefix_cache(), fatal=True))
+
     # ---- for those who watch -----------------------------------------------------------------------------------
 
     @property
@@ -177,22 +182,22 @@ class AsyncLLMEngine:
 
     # ---- the other side of the queue ---------------------------------------------------------------------------
 
-    def _submit(self, action: Callable[[], None], fatal: bool = False) -> Future[None]:
-        """Run action on the engine thread between two steps; the future carries its exception. `fatal`: it computes, so
-        what it raises also ends the thread, as in any other step."""
-        future: Future[None] = Future()
+    def _submit(self, action: Callable[[], T], fatal: bool = False) -> Future[T]:
+        """Run action on the engine thread between two steps; the future carries its result or exception. `fatal`: it
+        computes, so what it raises also ends the thread, as in any other step."""
+        future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                action()
+                result = action()
             except BaseException as error:
                 future.set_exception(error)
                 if fatal:
                     raise
             else:
-                future.set_result(None)
+                future.set_result(result)
 
         self._post(run)
         return future

@@ -1,21 +1,39 @@
 """Prompts as callers write them -> token ids, checked before anything reaches the engine.
 
-A prompt is a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}; the dicts may carry a
-"cache_salt" (only requests with the same salt share cached prefixes).
+A prompt is a string, token ids (a list or an array), {"prompt": str} or {"prompt_token_ids": [...]}. A dict with both
+is read by its ids; the text is only shown. Dicts may carry a "cache_salt" (only requests with the same salt share
+cached prefixes).
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, TypedDict
 
 from nanovllm.errors import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+MESSAGES = "messages must be a non-empty list of {'role': ..., 'content': ...}"
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 # No tokenizer makes tokens longer than a few hundred characters, so a longer text cannot fit whatever it says;
 # tokenising 100 MB first to find that out would take minutes and gigabytes.
 MAX_CHARS_PER_TOKEN = 256
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str | None
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: Sequence[int]
+    prompt: str | None  # not read, only shown in the output
+    cache_salt: str | None
 
 
 @dataclass(frozen=True)
@@ -38,12 +56,13 @@ class InputProcessor:
             token_ids = self.encode(text)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token (a BOS token or a space would do)")
-        for token_id in token_ids[: self.max_model_len]:  # a longer prompt is refused for its length, whatever it holds
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+        head = token_ids[: self.max_model_len]  # a longer prompt is refused for its length, whatever it holds
+        for token_id in head:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"prompt token id {token_id!r}: must be an integer in [0, {self.vocab_size - 1}], the vocabulary"
                 )
-        return EngineInput(list(token_ids), text, salt)
+        return EngineInput([*map(int, head), *token_ids[self.max_model_len :]], text, salt)
 
     def encode(self, text: str, add_special_tokens: bool = True, what: str = "the prompt") -> list[int]:
         if self.tokenizer is None:
@@ -61,23 +80,50 @@ class InputProcessor:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Messages -> token ids through the model's own chat template (never one from a request). Tools are shown to
-        the model if its template knows of them."""
+        """Messages -> token ids through the model's own chat template, or through the caller's (never one from a
+        request of the server: a template is a program)."""
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one")
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError("this model has no chat template: use generate() with a plain prompt")
-        if not messages or any(not isinstance(m, Mapping) or "role" not in m or "content" not in m for m in messages):
-            raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+        template = chat_template or getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            raise RequestError("this model has no chat template: use generate() with a plain prompt, or chat_template=")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError(MESSAGES)
+        if tools and not knows_tools(template):
+            raise RequestError("tools: the chat template does not show them; describe them in a system message")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message=True begins no new message: set add_generation_prompt=False")
+        extra = self._checked_template_options(chat_template, chat_template_kwargs)
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
-                tools=list(tools) if tools else None,
+                [_plain_message(message) for message in messages], tokenize=False, tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                chat_template=chat_template, **extra,
             )  # fmt: skip
+        except RequestError:
+            raise
         except Exception as error:  # templates raise what they like (TemplateError, TypeError, ...) on odd messages
-            raise RequestError(f"the model's chat template refused these messages: {error}") from error
+            whose = "model's " if chat_template is None else ""
+            raise RequestError(f"the {whose}chat template refused these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+    def _checked_template_options(self, chat_template: Any, kwargs: Any) -> dict[str, Any]:
+        own = getattr(self.tokenizer, "chat_template", None)
+        names = own if isinstance(own, Mapping) else {}
+        is_template = isinstance(chat_template, str) and ("{" in chat_template or chat_template in names)
+        if chat_template is not None and not is_template:
+            raise RequestError(f"chat_template={chat_template!r:.80}: must be the text of a Jinja template")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise RequestError(f"chat_template_kwargs={kwargs!r:.80}: must map names to values")
+        render: Any = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
+        if taken := sorted((set(inspect.signature(render).parameters) - {"documents"}) & set(kwargs or ())):
+            raise RequestError(f"chat_template_kwargs: {taken} are not variables of the template; give them to chat()")
+        return dict(kwargs or {})
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is written inside a text and at its start: with and without a space before it."""
@@ -94,21 +140,61 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, None, ""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            unknown = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
             if unknown:
-                raise RequestError(f"prompt has unknown keys {sorted(unknown)}: prompt, prompt_token_ids, cache_salt")
-            text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
-            if (text is None) == (token_ids is None) or not isinstance(salt, str):
-                raise RequestError("a prompt dict needs exactly one of 'prompt' (str) and 'prompt_token_ids' (list)")
+                raise RequestError(f"prompt has unknown keys {sorted(map(str, unknown))}: {', '.join(PROMPT_KEYS)}")
+            text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+            token_ids, salt = _as_python(token_ids), "" if salt is None else salt
+            if text is None and token_ids is None:
+                raise RequestError("a prompt dict needs 'prompt' (str) or 'prompt_token_ids' (list)")
             if text is not None and not isinstance(text, str):
                 raise RequestError(f"prompt={type(text).__name__}: must be a string")
-            if token_ids is not None and not isinstance(token_ids, Sequence):
+            if token_ids is not None and (not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes)):
                 raise RequestError(f"prompt_token_ids={type(token_ids).__name__}: must be a list of integers")
+            if not isinstance(salt, str):
+                raise RequestError(f"cache_salt={type(salt).__name__}: the salt of a prompt must be a string")
+            check_unicode("the prompt", text or "")
             check_unicode("cache_salt", salt)
             return text, token_ids, salt
+        prompt = _as_python(prompt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
             return None, prompt, ""
         raise RequestError(f"a prompt must be a string, token ids or a dict, not {type(prompt).__name__}")
+
+
+def knows_tools(template: Any) -> bool:
+    """A template may be one text or several by name; one that shows tools must say the word."""
+    return re.search(r"\btools\b", str(template)) is not None
+
+
+def _plain_message(message: Any) -> dict[str, Any]:
+    """As templates read it: content is one text, and the arguments of calls are objects."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise RequestError(MESSAGES)
+    role, content = message["role"], message.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    if isinstance(content, list | tuple):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise RequestError(f"messages: a content part {kind!r:.40}: only parts of type 'text' are read")
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RequestError(f"messages: the content of a message of role {role!r:.40} must be text; {MESSAGES}")
+    calls = [_plain_call(call) for call in message.get("tool_calls") or ()]
+    return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _plain_call(call: Any) -> Any:
+    """OpenAI's API writes the arguments as a text of JSON; templates write them out as objects."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+    except ValueError:
+        raise RequestError(f"messages: the arguments of a call, {function['arguments']!r:.60}, are not JSON") from None
 
 
 def check_unicode(what: str, text: str) -> None:
@@ -119,12 +205,18 @@ def check_unicode(what: str, text: str) -> None:
         raise RequestError(f"{what} is not valid Unicode: {error.reason} at character {error.start}") from None
 
 
+def _as_python(value: Any) -> Any:
+    """An array of numpy or torch as lists of Python's numbers; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many? A list of ints is one prompt; a list of anything else is many."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    prompts = _as_python(prompts)
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a string or a list, not {type(prompts).__name__}")
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

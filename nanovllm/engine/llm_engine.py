@@ -190,6 +190,16 @@ class LLMEngine:
             self._drop(request)
         return request.output()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing is forgotten, while requests run."""
+        if self._closed or self._requests:
+            return False
+        while self._flights:  # planned before it was known that their requests end
+            self._land()
+        self.scheduler.blocks.forget_all()
+        self.watch.forgot_prefixes()
+        return True
+
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 

@@ -64,6 +64,7 @@ class Request:
     finished_time: float | None = None
     experts_before: ExpertStats | None = None  # what was counted when it arrived
     experts: dict[str, Any] | None = None  # what was counted since, once it has finished
+    decoded: dict[int, str] = field(default_factory=dict)  # of logprobs: a whole vocabulary takes a second to decode
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None:
@@ -96,7 +97,9 @@ class Request:
         }
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id])
+        if self.tokenizer is not None and token_id not in self.decoded:
+            self.decoded[token_id] = self.tokenizer.decode([token_id])
+        return self.decoded.get(token_id)
 
     def output(self) -> RequestOutput:
         first = self.completions[0].seq

@@ -126,6 +126,10 @@ class Watcher:
             self._tell("failed", step_id, why)
             self._tell_snapshot()
 
+    def forgot_prefixes(self) -> None:
+        if self._readers:
+            self._tell_snapshot()
+
     def policy_changed(self) -> None:
         if self._readers:
             self._tell("policy", self._scheduler.policy.name, self._line(), len(self._scheduler.waiting))

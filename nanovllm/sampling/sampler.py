@@ -97,6 +97,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 def _describe(logprobs: torch.Tensor, token_ids: torch.Tensor, num_tops: list[int]) -> list[TokenLogprobs]:
     vocab = logprobs.shape[-1]
+    num_tops = [vocab if num_top == -1 else num_top for num_top in num_tops]
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(-1) + 1
     width = min(max(num_tops), vocab)

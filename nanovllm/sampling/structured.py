@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from nanovllm.errors import RequestError
+from nanovllm.sampling.json_schema import without_unions
 from nanovllm.sampling.rows import SamplingRow
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("nanovllm")
 # JSON allows endless white space between two values, and small models gladly write it until max_tokens.
@@ -36,7 +37,7 @@ CONFLICTS = {"ignore_eos": False, "min_tokens": 0, "allowed_token_ids": None, "b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grammar(StructuredOutputs):
+class Grammar(StructuredOutputsParams):
     """A specification that was compiled for one request of one engine."""
 
     source: str = ""  # as llguidance writes it
@@ -96,7 +97,7 @@ class Grammars:
             raise RequestError(f"structured_outputs: not with tensor_parallel_size={self._num_ranks} yet")
         if not self._eos_token_ids:
             raise RequestError("structured_outputs: this model has no end token, so no text could ever be complete")
-        assert isinstance(wanted, StructuredOutputs)
+        assert isinstance(wanted, StructuredOutputsParams)
         tokenizer = self._load()
         source = to_source(wanted)
         matcher = make_matcher(tokenizer, source)
@@ -105,7 +106,7 @@ class Grammars:
             said = (str(matcher.get_error()).strip().splitlines() or [""])[0][:200]
             raise RequestError(f"structured_outputs: cannot be compiled: {said}")
         grammar = Grammar(
-            **{f.name: getattr(wanted, f.name) for f in dataclasses.fields(StructuredOutputs)},
+            **{f.name: getattr(wanted, f.name) for f in dataclasses.fields(StructuredOutputsParams)},
             source=source, tokenizer=tokenizer, eos_token_ids=self._eos_token_ids,
         )  # fmt: skip
         return dataclasses.replace(params, structured_outputs=grammar)
@@ -124,12 +125,13 @@ class Grammars:
             return self._tokenizer
 
 
-def to_source(wanted: StructuredOutputs) -> str:
+def to_source(wanted: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     try:
         if wanted.json is not None or wanted.json_object:
-            return str(LLMatcher.grammar_from_json_schema(wanted.json or '{"type": "object"}', defaults=JSON_SPACES))
+            schema = without_unions(str(wanted.json or '{"type": "object"}'))
+            return str(LLMatcher.grammar_from_json_schema(schema, defaults=JSON_SPACES))
         if wanted.regex is not None:
             return str(LLMatcher.grammar_from_regex(wanted.regex))
         if wanted.choice is not None:

@@ -175,6 +175,10 @@ class BlockManager:
                 del self._held_until[block]
             self._put_back(due)
 
+    def forget_all(self) -> None:
+        assert not self.num_used
+        self.unpublish(list(self._free))
+
     def owners(self, block: int) -> int:
         return self._ref_counts[block]
 

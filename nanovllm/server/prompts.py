@@ -7,13 +7,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from nanovllm.engine.inputs import EngineInput
+from nanovllm.engine.inputs import EngineInput, knows_tools
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, Tool
-from nanovllm.server.tools import Form, as_plain_text, grammar, knows_tools
+from nanovllm.server.tools import Form, as_plain_text, grammar
 
 
 def encode_prompts(engine: LLMEngine, body: CompletionBody) -> list[EngineInput]:
@@ -73,7 +73,7 @@ def _render(
     engine: LLMEngine, messages: list[Message], tools: list[Tool], form: Form, add_generation_prompt: bool = True
 ) -> list[int]:
     rows, shown = [message.for_template() for message in messages], [tool.for_template() for tool in tools]
-    if not knows_tools(engine.tokenizer):
+    if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
         rows, shown = as_plain_text(rows, tools, form), []
     try:
         return engine.inputs.render_chat(rows, add_generation_prompt, shown)

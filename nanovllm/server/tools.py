@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.sampling.json_schema import without_unions
 from nanovllm.sampling.structured import JSON_SPACES
 from nanovllm.server.protocol import ChatBody, Tool, parse_object
 
@@ -56,11 +57,6 @@ FORMS = {
 
 
 # ---- what the model reads --------------------------------------------------------------------------------------------
-
-
-def knows_tools(tokenizer: Any) -> bool:
-    """A template may be one text or several by name; one that shows tools must say the word."""
-    return re.search(r"\btools\b", str(getattr(tokenizer, "chat_template", ""))) is not None
 
 
 def as_plain_text(messages: list[dict[str, Any]], tools: Sequence[Tool], form: Form) -> list[dict[str, Any]]:
@@ -104,7 +100,7 @@ def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str | None:
     for number, tool in enumerate(body.offered):
         head = json.dumps({"name": tool.function.name, form.key: 0})[:-2]
         # A document of its own for each schema: its "#/$defs/..." mean its own root.
-        schema = json.dumps({**tool.arguments_schema, "x-guidance": JSON_SPACES}, ensure_ascii=False)
+        schema = without_unions(json.dumps({**tool.arguments_schema, "x-guidance": JSON_SPACES}, ensure_ascii=False))
         first.append(f'{json.dumps(head)} args_{number} "}}"')
         rules.append(f"args_{number}: %json {schema}")
     opener, closer = (_symbol(tag, tokenizer) for tag in (form.opener, form.closer))

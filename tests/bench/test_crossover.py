@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +56,12 @@ def test_tables_and_json(sweep: Any) -> None:
     assert all(rate > 0 for rate in found.values())
     for batch in (1, 3):
         assert [row[0] for row in cells(result, batch)] == ["2", "17"]
-        shown = [row[1:] for row in cells(result, batch)]
-        assert shown == [[f"{found[b, batch, n]:,.0f}" for b in ("sdpa", "sdpa.math")] for n in (2, 17)]
+        for row, length in zip(cells(result, batch), (2, 17)):
+            first, second = (found[b, batch, length] for b in ("sdpa", "sdpa.math"))
+            assert row[1:3] == [f"{first:,.0f}", f"{second:,.0f}"]
+            winner = "sdpa" if first >= second else "sdpa.math"
+            assert row[3:] == [winner, f"{max(first, second) / min(first, second):.2f}x"]
+    assert re.search("Winner.*Speedup", result.out)
     made = result.last_json
     assert made["benchmark"] == "crossover"
     assert made["hardware"]
@@ -118,7 +123,8 @@ def test_a_cell_without_room_in_the_cache(sweep: Any) -> None:
     """8 sequences of 2 x 64 tokens fill 64 blocks exactly; one token more does not fit."""
     result = sweep("--batch-sizes", "8", "--input-lens", "64,65,16")
     assert result.code == 0, result.err
-    assert [[cell == "OOM" for cell in row[1:]] for row in cells(result, 8)] == [[False] * 2, [True] * 2, [False] * 2]
+    assert [[cell == "OOM" for cell in row[1:3]] for row in cells(result, 8)] == [[False] * 2, [True] * 2, [False] * 2]
+    assert cells(result, 8)[1][3:] == ["-", "-"]
     assert rates(result)["sdpa", 8, 65] is None
     [row] = [r for r in result.last_json["results"] if (r["backend"], r["input_len"]) == ("sdpa", 65)]
     assert "72 blocks" in row["oom"]
@@ -138,6 +144,7 @@ def test_a_step_out_of_memory(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> No
     found = rates(result)
     assert found["sdpa", 4, 8] is None
     assert cells(result, 4)[0][1] == "OOM"
+    assert cells(result, 4)[0][3:] == ["sdpa.math", "-"]
     assert all(rate for key, rate in found.items() if key != ("sdpa", 4, 8))  # the run went on, in the same engine too
 
 
@@ -220,10 +227,31 @@ def test_each_value_once() -> None:
     assert Sweep.parse("sdpa, sdpa", "8,1,8", "4,4") == Sweep(("sdpa",), (8, 1), (4,))
 
 
-def test_script(llama: TinyModel) -> None:
+def test_winner_and_speedup() -> None:
+    def row(backend: str, rate: float | None) -> dict[str, Any]:
+        return {"backend": backend, "decode_tokens_per_second": rate}
+
+    names = {"a": "a", "b": "b (sdpa)", "c": "c"}
+    assert crossover._winner([row("a", 10.0), row("b", 30.0), row("c", 20.0)], names) == ("b (sdpa)", "1.50x")
+    assert crossover._winner([row("a", None), row("b", 30.0), row("c", None)], names) == ("b (sdpa)", "-")
+    assert crossover._winner([row("a", None), row("b", None)], names) == ("-", "-")
+
+
+@pytest.mark.parametrize(
+    ("options", "backends"),
+    [
+        (["--backends", "sdpa", "--batch-sizes", "2", "--input-lens", "4"], ["sdpa"]),
+        (["--attn-backend", "sdpa", "sdpa.math", "--batch-sizes", "1", "2", "--input-lens", "4", "8"],
+         ["sdpa", "sdpa.math"]),
+    ],
+)  # fmt: skip
+def test_script(llama: TinyModel, options: list[str], backends: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench_my.py"), "--model", str(llama.path), *SMALL, "--load-format", "dummy",
-         "--backends", "sdpa", "--batch-sizes", "2", "--input-lens", "4"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
+        [sys.executable, str(ROOT / "bench_my.py"), *options, "--model-path", str(llama.path), *SMALL, "--load-format",
+         "dummy"], capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    assert json.loads(done.stdout.splitlines()[-1])["benchmark"] == "crossover"
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert made["benchmark"] == "crossover"
+    assert made["sweep"]["backends"] == backends
+    assert len(made["results"]) == (1 if len(backends) == 1 else 8)
+    assert ("Winner" in done.stdout) == (len(backends) > 1)

@@ -138,6 +138,21 @@ def test_family_script(llama: TinyModel) -> None:
     assert [row["attn_backend"] for row in report["results"]] == ["sdpa", "sdpa.math"]
 
 
+def test_family_script_with_several_lengths(llama: TinyModel) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench.py"), "--model-path", str(llama.path), "--device", "cpu", "--num-seqs", "2",
+         "--input-lens", "8", "16..20", "--output-len", "5", "--load-format", "dummy", "--attn-backend", "sdpa"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    first, second, last = done.stdout.splitlines()
+    assert first.endswith("Backend: sdpa, Input: 8")
+    assert second.endswith("Backend: sdpa, Input: 16..20")
+    report = json.loads(last)
+    assert [row["input_len"] for row in report["results"]] == ["8", "16..20"]
+    assert report["results"][0]["prompt_tokens"] == 16
+    assert report["workload"]["input_len"] == "8,16..20"
+
+
 def test_example(llama: TinyModel) -> None:
     command = [sys.executable, str(ROOT / "example.py"), str(llama.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)

@@ -67,6 +67,23 @@ def test_fifty_at_once(engine: AsyncLLMEngine, llama: TinyModel) -> None:
     assert is_empty(engine)
 
 
+def test_reset_prefix_cache(engine: AsyncLLMEngine) -> None:
+    prompt = {"prompt_token_ids": [7] * 40}
+
+    async def work() -> None:
+        task = asyncio.create_task(last(engine, prompt, LONG))
+        await until(lambda: bool(engine.engine.scheduler.running))
+        await engine.pause()
+        assert await engine.reset_prefix_cache() is False
+        await engine.resume()
+        await task
+        assert (await last(engine, prompt)).num_cached_tokens == 32
+        assert await engine.reset_prefix_cache() is True
+        assert (await last(engine, prompt)).num_cached_tokens == 0
+
+    run(work())
+
+
 def test_cancellation_frees_the_blocks_at_once(engine: AsyncLLMEngine, llama: TinyModel) -> None:
     async def work() -> None:
         tasks = [asyncio.create_task(last(engine, prompt, LONG)) for prompt in llama.prompts[:6]]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, ConfigError, SamplingParams
@@ -14,7 +15,7 @@ from nanovllm.executor import multiprocess
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.multiprocess import MultiprocessExecutor
 from tests.parallel.processes import children, listening
-from tests.tiny_models import TinyModel, random_prompts
+from tests.tiny_models import VOCAB, TinyModel, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True, top_p=0.9)
@@ -38,6 +39,23 @@ def test_tokens_of_several_ranks_are_those_of_one(
     assert len(children() - before) == size - 1
     several.close()
     assert children() <= before
+
+
+def test_parameters_of_numpy_all_logprobs_and_a_reset_cache_on_two_ranks(
+    make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]
+) -> None:
+    path = tiny("qwen3-bias-tied").path
+    params = SamplingParams(
+        temperature=np.float32(0.5), seed=np.int64(3), max_tokens=np.int32(4), logprobs=-1, ignore_eos=True,
+        stop_token_ids=np.array([5]), logit_bias={np.int64(7): np.float32(1.5)},
+    )  # fmt: skip
+    for llm in (make_llm(path), make_llm(path, tensor_parallel_size=2)):
+        prompt = {"prompt_token_ids": np.arange(10, 50)}
+        answers = [llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(2)]
+        assert llm.reset_prefix_cache()
+        answers += llm.generate(prompt, params, use_tqdm=False)
+        assert [answer.num_cached_tokens for answer in answers] == [0, 32, 0]
+        assert all(len(position) == VOCAB for answer in answers for position in answer["logprobs"])
 
 
 def test_ranks_listen_on_the_loopback_interface_only(

@@ -12,7 +12,7 @@ import pytest
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.sampling.structured import Grammar, Grammars
-from nanovllm.sampling_params import MAX_STRUCTURE, StructuredOutputs
+from nanovllm.sampling_params import MAX_STRUCTURE, StructuredOutputsParams
 from tests.tiny_models import TinyModel
 
 pytest.importorskip("llguidance")
@@ -43,7 +43,7 @@ def test_choice(llm: LLM) -> None:
 
 
 def test_regex(llm: LLM) -> None:
-    found = texts(llm, StructuredOutputs(regex="[0-9]{3}-[a-c]{1,5}x?"))
+    found = texts(llm, StructuredOutputsParams(regex="[0-9]{3}-[a-c]{1,5}x?"))
     assert len(found) == 6
     assert all(re.fullmatch("[0-9]{3}-[a-c]{1,5}x?", text) for text in found)
 

@@ -119,6 +119,21 @@ def test_required_calls_always_parse(server: Running, parallel: bool) -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_arguments_may_be_a_discriminated_union(server: Running) -> None:
+    kinds = {
+        kind: {"type": "object", "required": ["kind"], "properties": {"kind": {"const": kind}},
+               "additionalProperties": False}
+        for kind in ("cat", "dog")
+    }  # fmt: skip
+    pet = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "discriminator": {"propertyName": "kind"}}
+    schema = {"type": "object", "required": ["pet"], "properties": {"pet": pet}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "feed", "parameters": {**schema, "$defs": kinds}}}
+    with server.client() as client:
+        [one] = as_whole(ask(client, server, tools=[tool], tool_choice="required", seed=1, parallel_tool_calls=False))
+    assert one["reason"] == "tool_calls"
+    assert json.loads(one["calls"][0][1]) in [{"pet": {"kind": "cat"}}, {"pet": {"kind": "dog"}}]
+
+
 def test_a_named_function_is_the_one_that_is_called(server: Running) -> None:
     choice: Any = {"type": "function", "function": {"name": "weather"}}
     with server.client() as client:
