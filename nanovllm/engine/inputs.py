@@ -16,6 +16,7 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 MESSAGES = "messages must be a non-empty list of {'role': ..., 'content': ...}"
@@ -124,6 +125,19 @@ class InputProcessor:
         if taken := sorted((set(inspect.signature(render).parameters) - {"documents"}) & set(kwargs or ())):
             raise RequestError(f"chat_template_kwargs: {taken} are not variables of the template; give them to chat()")
         return dict(kwargs or {})
+
+    def check_params(self, params: SamplingParams) -> None:
+        """What SamplingParams cannot check for itself: it knows no vocabulary and no tokenizer."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= self.vocab_size:
+                    raise RequestError(f"{name}: token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise RequestError(f"{name}={getattr(params, name)}: the vocabulary has only {self.vocab_size} tokens")
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError("stop strings and bad_words need a tokenizer (skip_tokenizer_init is set)")
+        self.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is written inside a text and at its start: with and without a space before it."""

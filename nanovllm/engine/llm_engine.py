@@ -108,17 +108,7 @@ class LLMEngine:
             raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
         parsed = prompt if isinstance(prompt, EngineInput) else self.inputs.parse(prompt)
         self.scheduler.check_fits(len(parsed.token_ids))
-        vocab = self.model_config.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                if token_id >= vocab:
-                    raise RequestError(f"{name}: token id {token_id} is outside the vocabulary of {vocab}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab:
-                raise RequestError(f"{name}={getattr(params, name)}: the vocabulary has only {vocab} tokens")
-        if self.tokenizer is None and (params.stop or params.bad_words):
-            raise RequestError("stop strings and bad_words need a tokenizer (skip_tokenizer_init is set)")
-        self.inputs.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
+        self.inputs.check_params(params)
         policy = self.scheduler.policy.name
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r}: must be an integer; smaller is served first")
@@ -194,10 +184,11 @@ class LLMEngine:
         """Forget all cached prefixes. False, and nothing is forgotten, while requests run."""
         if self._closed or self._requests:
             return False
-        while self._flights:  # planned before it was known that their requests end
-            self._land()
-        self.scheduler.blocks.forget_all()
-        self.watch.forgot_prefixes()
+        with self._change():
+            while self._flights:  # planned before it was known that their requests end
+                self._land()
+            self.scheduler.blocks.clear()
+            self.watch.forgot_prefixes()
         return True
 
     def has_unfinished_requests(self) -> bool:

@@ -54,7 +54,7 @@ class BlockManager:
         self.clear()
 
     def clear(self) -> None:
-        """Every block is free and empty, whatever an interrupted change has left behind."""
+        """Every block is free and none is findable, whatever an interrupted change has left behind."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self._ref_counts = [0] * self.num_blocks
         self._keys: list[bytes | None] = [None] * self.num_blocks
@@ -174,10 +174,6 @@ class BlockManager:
             for block in due:
                 del self._held_until[block]
             self._put_back(due)
-
-    def forget_all(self) -> None:
-        assert not self.num_used
-        self.unpublish(list(self._free))
 
     def owners(self, block: int) -> int:
         return self._ref_counts[block]
