@@ -36,7 +36,8 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts; outputs in the order of the prompts. Nothing runs if any of them is refused."""
+        """Complete all prompts; outputs in the order of the prompts. Nothing runs if any of them is refused. If the
+        engine dies, what was completed is in EngineDeadError.finished."""
         return self._run(as_list(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
@@ -85,20 +86,22 @@ class LLM:
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         ids: list[str] = []
+        done: dict[str, RequestOutput] = {}
         try:
             for parsed, param, rank in zip(inputs, params, priorities):
                 ids.append(f"llm-{self._count}")
                 self._count += 1
                 self.engine.add_request(ids[-1], parsed, param, priority=rank, final_only=True)
-            done = self._drive(ids, use_tqdm)
-        except BaseException:  # Ctrl-C included: leave the engine empty and ready for the next call
+            self._drive(ids, done, use_tqdm)
+        except BaseException as error:  # Ctrl-C included: leave the engine empty and ready for the next call
             for request_id in ids:
                 self.engine.abort_request(request_id)
+            if isinstance(error, EngineDeadError):
+                error.finished = {i: done[request_id] for i, request_id in enumerate(ids) if request_id in done}
             raise
         return [done[request_id] for request_id in ids]
 
-    def _drive(self, ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        done: dict[str, RequestOutput] = {}
+    def _drive(self, ids: list[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
         ours = set(ids)
         stats = self.engine.stats
         prompt_tokens, generated = stats.prompt_tokens, stats.generated_tokens
@@ -117,7 +120,6 @@ class LLM:
                     prefill = (stats.prompt_tokens - prompt_tokens) / seconds
                     decode = (stats.generated_tokens - generated) / seconds
                     bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s")
-        return done
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -251,14 +251,14 @@ class LLMEngine:
         self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
         self._moved += self.scheduler.fail(plan, f"{type(error).__name__}: {error}", self._culprit(plan, error))
         self.watch.failed(plan, type(error).__name__)
-        if not isinstance(error, Exception):
-            raise error  # Ctrl-C is the caller's, but the plan is gone: the next step must not find it half done
+        if not isinstance(error, Exception) or isinstance(error, EngineDeadError):
+            raise error  # the caller's affair, but the plan is gone: the next step must not find it half done
         logger.error("step %d failed: %s", plan.step_id, type(error).__name__, exc_info=error)
 
     def _culprit(self, plan: StepPlan, error: BaseException) -> int | None:
         """Out of memory: the sequence that brought the most tokens, of equals the one that came last, gives way to the
         others, which start over. That ends: each time one sequence fewer is left. Other errors blame the whole step."""
-        if not is_out_of_memory(error):
+        if isinstance(error, EngineDeadError) or not is_out_of_memory(error):
             return None
         self.executor.device.release_cached()
         return max(plan.entries, key=lambda entry: (entry.num_new, entry.seq_id)).seq_id

@@ -14,7 +14,7 @@ has `spill` requests more than that one: then the other replica holds the prefix
 load. So a system prompt that all requests begin with ends up on all replicas, and only under load.
 
 A replica that joins others at work has an empty cache and must not get all that comes next because it alone has nothing
-to do. It counts as if it had as much to do as the least loaded of the others; by one request less for each that it ends.
+to do. It counts as if it had as much to do as the least loaded of the others, and by one less for each request it ends.
 
 No torch, no Ray, no clock: the same calls give the same choices.
 """

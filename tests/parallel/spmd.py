@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, EngineDeadError, SamplingParams
 from tests.parallel.processes import listening
 
 
@@ -31,13 +31,16 @@ def main() -> None:
             if what == "differ" and rank == 1:
                 prompts[3] = {"prompt_token_ids": [1, 2, 3]}
             if what == "lost" and rank == 1:
+                os.kill(os.getppid(), signal.SIGSTOP)  # torchrun, which has the store, as when the whole machine hangs
                 os.kill(os.getpid(), signal.SIGSTOP)
-            for one in params:
-                outputs = llm.generate(prompts, one, use_tqdm=False)
-                found["tokens"].append([output.outputs[0].token_ids for output in outputs])
-                found["errors"] += [output.error for output in outputs if output.error]
-        if found["errors"]:
-            break
+            try:
+                for one in params:
+                    outputs = llm.generate(prompts, one, use_tqdm=False)
+                    found["tokens"].append([output.outputs[0].token_ids for output in outputs])
+                    found["errors"] += [output.error for output in outputs if output.error]
+            except EngineDeadError as error:
+                found["died"] = str(error)
+                break
     os.write(1, f"FOUND {json.dumps(found)}\n".encode())  # at once: another rank writes to the same pipe
 
 
