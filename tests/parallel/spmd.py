@@ -24,8 +24,9 @@ def main() -> None:
     ]
     prompts = [{"prompt_token_ids": [5, 6, 7 + number] * (1 + number * 3)} for number in range(8)]
     found: dict = {"rank": rank, "tokens": [], "errors": []}
+    limit = 3.0 if what == "lost" else 60.0  # on a busy machine a rank that is well may be slow
     for seed in (1, 2):  # one engine after the other
-        with LLM(model, tensor_parallel_size=size, worker_timeout=3.0, seed=seed, **options) as llm:
+        with LLM(model, tensor_parallel_size=size, worker_timeout=limit, seed=seed, **options) as llm:
             found["executor"] = type(llm.engine.executor).__name__
             found["listening"] = sorted(listening(os.getpid()))
             if what == "differ" and rank == 1:
