@@ -1,5 +1,12 @@
 """Every error a user can meet. A message names the value, the limit and the remedy."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanovllm.outputs import RequestOutput
+
 
 class NanoVLLMError(Exception):
     """Base of all errors raised on purpose."""
@@ -18,4 +25,10 @@ class ModelError(ConfigError):
 
 
 class EngineDeadError(NanoVLLMError, RuntimeError):
-    """The engine was closed or failed; create a new one."""
+    """The engine was closed or failed; create a new one.
+
+    `finished`: what LLM.generate or LLM.chat had completed before, as {number of the prompt: its output}."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.finished: dict[int, RequestOutput] = {}

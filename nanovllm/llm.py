@@ -42,7 +42,8 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts; outputs in the order of the prompts. Nothing runs if any of them is refused."""
+        """Complete all prompts; outputs in the order of the prompts. Nothing runs if any of them is refused. If the
+        engine dies, what was completed is in EngineDeadError.finished."""
         return self._run(as_list(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
@@ -106,6 +107,7 @@ class LLM:
                 inputs.append(self.engine.check(prompt, param, rank))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+        done: dict[str, RequestOutput] = {}
         with self._driving():
             self._abort_all()
             try:
@@ -113,7 +115,10 @@ class LLM:
                     self._ids.append(f"llm-{self._count}")
                     self._count += 1
                     self.engine.add_request(self._ids[-1], parsed, param, priority=rank, final_only=True)
-                done = self._drive(self._ids, use_tqdm)
+                self._drive(self._ids, done, use_tqdm)
+            except EngineDeadError as error:
+                error.finished = {i: done[request_id] for i, request_id in enumerate(self._ids) if request_id in done}
+                raise
             finally:  # after Ctrl-C too the engine is empty and ready for the next call
                 ids = list(self._ids)
                 self._abort_all()
@@ -137,8 +142,7 @@ class LLM:
             self.engine.abort_request(self._ids[-1])
             self._ids.pop()
 
-    def _drive(self, ids: list[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        done: dict[str, RequestOutput] = {}
+    def _drive(self, ids: list[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
         ours = set(ids)
         stats = self.engine.stats
         prompt_tokens, generated = stats.prompt_tokens, stats.generated_tokens
@@ -160,7 +164,6 @@ class LLM:
                     prefill = (stats.prompt_tokens - prompt_tokens) / seconds
                     decode = (stats.generated_tokens - generated) / seconds
                     bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s")
-        return done
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

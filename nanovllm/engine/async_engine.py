@@ -34,6 +34,7 @@ from nanovllm.scheduling.policy import make_policy
 
 logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
+IDLE_SECONDS = 0.25  # between two looks at the executor while there is nothing to compute
 
 
 @dataclass
@@ -226,7 +227,10 @@ class AsyncLLMEngine:
     def _drive(self) -> None:
         try:
             while not self._stopping:
-                self._run_commands(wait=self._paused or not self.engine.has_unfinished_requests())
+                idle = self._paused or not self.engine.has_unfinished_requests()
+                if idle:
+                    self.engine.executor.check()
+                self._run_commands(wait=idle)
                 if not (self._stopping or self._paused) and self.engine.has_unfinished_requests():
                     self._step()
         except BaseException as error:
@@ -235,15 +239,20 @@ class AsyncLLMEngine:
         finally:
             with self._lock:
                 self._stopping = True
-            self.engine.close()
+            try:
+                self.engine.close()
+            except Exception:  # whoever waits must still be told
+                logger.exception("closing the engine failed")
             self._run_commands(wait=False)  # whoever asked meanwhile is refused by the closed engine, not left waiting
             for stream in self._streams.values():
                 stream.put(EngineDeadError(f"the engine was closed while this request ran{self._why()}"))
 
     def _step(self, alone: bool = False) -> None:
         self._step_began = time.monotonic()
-        outputs = self.engine.step(alone=True) if alone else self.engine.step()
-        self._step_began = None
+        try:
+            outputs = self.engine.step(alone=True) if alone else self.engine.step()
+        finally:
+            self._step_began = None
         for output in outputs:
             if stream := self._streams.get(output.request_id):
                 stream.put(output)
@@ -279,7 +288,7 @@ class AsyncLLMEngine:
     def _run_commands(self, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._commands.get(block=wait)()
+                self._commands.get(wait, IDLE_SECONDS)()
                 wait = False
 
     def _abort(self, request_id: str, stream: _Stream | None = None) -> None:

@@ -205,6 +205,9 @@ class LLMEngine:
         self._changing = True
         try:
             yield
+        except EngineDeadError:  # nothing can be computed any more, so there is nothing to save
+            self._changing = False
+            raise
         except BaseException as error:
             self._empty_if_torn(error)
             raise
@@ -282,12 +285,14 @@ class LLMEngine:
         self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
         self._moved += self.scheduler.fail(plan, f"{type(error).__name__}: {error}", self._culprit(plan, error))
         self.watch.failed(plan.step_id, type(error).__name__)
+        if isinstance(error, EngineDeadError):
+            raise error
         logger.error("step %d failed: %s", plan.step_id, type(error).__name__, exc_info=error)
 
     def _culprit(self, plan: StepPlan, error: Exception) -> int | None:
         """Out of memory: the sequence that brought the most tokens, of equals the one that came last, gives way to the
         others, which start over. That ends: each time one sequence fewer is left. Other errors blame the whole step."""
-        if not is_out_of_memory(error):
+        if isinstance(error, EngineDeadError) or not is_out_of_memory(error):
             return None
         self.executor.device.release_cached()
         return max(plan.entries, key=lambda entry: (entry.num_new, entry.seq_id)).seq_id
@@ -317,23 +322,12 @@ class LLMEngine:
                 continue
             if request.finished:
                 request.finished_time = time.monotonic()
-                self._note_experts(request)
+                self.expert_stats = self.executor.expert_stats()
+                request.note_experts(self.expert_stats)
                 self._drop(request)
             if request.finished or not request.final_only:
                 outputs.append(request.output())
         return outputs
-
-    def _note_experts(self, request: Request) -> None:
-        now = self.expert_stats = self.executor.expert_stats()
-        if now is None or request.experts_before is None:
-            return
-        since = now - request.experts_before
-        request.experts = since.summary()
-        logger.info(
-            "experts: %.0f %% found on the device, %.3f GB copied a token, %.2f s waited for copies, %.0f %% of the "
-            "guesses right", 100 * since.hit_rate, since.bytes_per_token / 1e9, since.stall_seconds,
-            100 * since.prefetch_precision,
-        )  # fmt: skip
 
     def _drop(self, request: Request) -> None:
         del self._requests[request.request_id]

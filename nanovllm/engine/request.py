@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from nanovllm.outputs import CompletionOutput, Logprob, PositionLogprobs, Reques
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
+
+logger = logging.getLogger("nanovllm")
 
 
 @dataclass
@@ -73,6 +76,18 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(completion.seq.finished for completion in self.completions)
+
+    def note_experts(self, now: ExpertStats | None) -> None:
+        """What offloading did while this request ran, for its metrics and the log."""
+        if now is None or self.experts_before is None:
+            return
+        since = now - self.experts_before
+        self.experts = since.summary()
+        logger.info(
+            "experts: %.0f %% found on the device, %.3f GB copied a token, %.2f s waited for copies, %.0f %% of the "
+            "guesses right", 100 * since.hit_rate, since.bytes_per_token / 1e9, since.stall_seconds,
+            100 * since.prefetch_precision,
+        )  # fmt: skip
 
     def add_logprobs(self, completion: Completion, scores: list[TokenLogprobs | None]) -> None:
         for score in scores:

@@ -8,9 +8,10 @@
 The engine launches plans in order and asks for their results in the same order; `overlap` says how many may be launched
 before the first result is asked for. Tensors pass between the ranks (NCCL, gloo); plans go to them as bytes (wire.py).
 
-Faults. One rank (but for ray): a step that raises fails alone. Several: ranks that are a step apart never meet again,
-so a step in which any rank fails is the end of the engine. `launch` and `result` then raise EngineDeadError that names
-the rank and the cause, within `worker_timeout` and a moment, and go on raising it; so every request that waits is told.
+Faults. One rank (but for ray): a step that raises fails alone, unless the GPU is lost with it. Several: ranks that are
+a step apart never meet again, so a step in which any rank fails is the end of the engine. `launch` and `result` then
+raise EngineDeadError that names the rank and the cause, at most `worker_timeout` and 2 s after it hung, and go on
+raising it. `check`, called again and again, finds a rank that died or hung while there was nothing to compute.
 After `close` nothing is left: no process, no port, no memory; a new engine can be made at once.
 """
 
@@ -42,6 +43,11 @@ class Executor(Protocol):
     def reset(self) -> None:
         """Forget every sequence: a step was interrupted, and nothing that it changed can be trusted. The next plan
         names all of them among its departures, for ranks that were not interrupted."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineDeadError if nothing can be computed any more. Between two steps; does not wait for a rank that
+        is well: it is asked now, and must have answered when `check` is called `worker_timeout` later."""
         ...
 
     def expert_stats(self) -> ExpertStats | None: ...

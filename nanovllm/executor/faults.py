@@ -22,7 +22,7 @@ from nanovllm.hardware import parallel
 FAILED, LOST = "failed", "lost"
 STARTUP_SECONDS = 600.0  # to load the weights
 CONNECT_SECONDS = 30.0  # to find each other, once all are there
-GRACE_SECONDS = 2.0  # for the others to say what they saw, after one noticed
+GRACE_SECONDS = 1.25  # for the others to say what they saw, after one noticed
 LOOK_SECONDS = 0.02
 ALARM_SECONDS = 0.25  # between two looks of an alarm
 
@@ -100,6 +100,10 @@ def collect_reports(
         time.sleep(LOOK_SECONDS)
 
 
+def no_answer(seconds: float) -> str:
+    return f"no answer within {seconds:.0f} s (worker_timeout): its process hangs or is gone"
+
+
 def name_cause(reports: list[Report], num_ranks: int, waited: float) -> str:
     failed = [f"rank {report.rank}: {report.text}" for report in reports if report.kind == FAILED]
     if failed:
@@ -107,5 +111,5 @@ def name_cause(reports: list[Report], num_ranks: int, waited: float) -> str:
     silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
     if silent:
         which = ", ".join(map(str, silent))
-        return f"rank {which}: no answer within {waited:.0f} s (worker_timeout): its process hangs or is gone"
+        return f"rank {which}: {no_answer(waited)}"
     return "; ".join(f"rank {report.rank} lost touch with the others: {report.text}" for report in reports)

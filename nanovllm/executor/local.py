@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from nanovllm.attention.select import Selection, select_backend
 from nanovllm.config import EngineConfig
+from nanovllm.errors import EngineDeadError
 from nanovllm.executor.expert_memory import card_bytes, check_expert_ranks, open_offload, size_experts
 from nanovllm.executor.input_batch import InputBatch
 from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
@@ -45,6 +46,7 @@ logger = logging.getLogger("nanovllm")
 
 GPU_DECODE_STEPS = 8
 ALONE = Parallel()
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -219,12 +221,35 @@ class LocalExecutor:
         return None if self.offload is None else self.offload.stats()
 
     def launch(self, plan: StepPlan) -> InFlight:
-        return self.runner.launch(plan)
+        flight = self._guard(lambda: self.runner.launch(plan))
+        return InFlight(lambda: self._guard(flight.result))
+
+    def _guard(self, function: Callable[[], T]) -> T:
+        """A step fails alone, unless the card is lost with it. With other ranks any failure ends the engine, and what
+        runs on the card may wait for them, so the card is not tried (several.py)."""
+        try:
+            return function()
+        except Exception as error:
+            if self.parallel.size == 1 and self.device.is_lost():
+                raise EngineDeadError(
+                    f"the GPU can no longer be used by this process ({type(error).__name__}: {error}); start a new one"
+                ) from error
+            raise
+
+    def check(self) -> None:
+        """While nothing is computed nothing fails here: a lost card is found by the step that loses it."""
 
     def reset(self) -> None:
         self.runner.reset()
 
     def close(self) -> None:
+        try:
+            self._free()
+        except RuntimeError:
+            if not self.device.is_lost():  # what a lost card holds is free when the process ends
+                raise
+
+    def _free(self) -> None:
         if self.offload is not None:
             self.offload.close()
             self.offload = None

@@ -1,7 +1,7 @@
 """MultiprocessExecutor: one process per rank on this machine. Rank 0 is here, the others are workers (worker.py).
 
 Plans go to the workers as bytes through socket pairs, which have no name and no port; the ranks find each other on a
-free port of the loopback interface. Nothing comes back but trouble.
+free port of the loopback interface. What comes back is trouble, and, between two steps, that a worker is well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError, NanoVLLMError
-from nanovllm.executor.faults import CONNECT_SECONDS, FAILED, GRACE_SECONDS, LOST, STARTUP_SECONDS, Report
+from nanovllm.executor.faults import (
+    CONNECT_SECONDS,
+    FAILED,
+    GRACE_SECONDS,
+    LOST,
+    STARTUP_SECONDS,
+    LostTouchError,
+    Report,
+    no_answer,
+)
 from nanovllm.executor.limits import StepLimits
 from nanovllm.executor.local import ALONE, LocalExecutor
 from nanovllm.executor.several import SeveralRanks, check_sizes, kill_at_exit, options_for
@@ -33,6 +42,7 @@ from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 
 CLOSE_SECONDS = 3.0
+KILL_SECONDS = 0.2  # for workers of a dead engine to end by themselves
 
 
 @dataclass
@@ -41,14 +51,26 @@ class Worker:
     process: subprocess.Popen[bytes]
     connection: socket.socket
     said: Report | None = None
+    asked: float | None = None  # when, if the answer has not come yet
+
+    def ask(self) -> None:
+        """It answers when it has launched all plans before."""
+        if self.asked is None:
+            self.asked = time.monotonic()
+            with contextlib.suppress(OSError):  # its process has ended, which report() finds
+                send(self.connection, b"Q")
 
     def report(self) -> Report | None:
         """What it said before it ended, or how it ended; None while it is well. Never waits."""
-        if self.said is None and select.select([self.connection], [], [], 0)[0]:
+        while self.said is None and select.select([self.connection], [], [], 0)[0]:
             message = receive(self.connection)
-            if message is not None:
-                kind = {b"F": FAILED, b"L": LOST}.get(message[0], FAILED)
-                self.said = Report(self.rank, kind, message[1].decode(errors="replace"))
+            if message is None:
+                break
+            if message[0] == b"A":
+                self.asked = None
+                continue
+            kind = {b"F": FAILED, b"L": LOST}.get(message[0], FAILED)
+            self.said = Report(self.rank, kind, message[1].decode(errors="replace"))
         if self.said is None and self.process.poll() is not None:
             code = self.process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -126,27 +148,39 @@ class MultiprocessExecutor(SeveralRanks):
         self._inner = LocalExecutor(config, model_config, checkpoint, device, limits, parallel)
         for worker in self._workers:
             worker.await_word(b"R", time.monotonic() + STARTUP_SECONDS)
+            worker.connection.settimeout(self._timeout)  # a worker that hangs reads no plans
         self._set_alarm(device)
 
     def _tell(self, plan: StepPlan) -> None:
         if self._workers:
             data = encode_plan(plan)
             for worker in self._workers:
-                send(worker.connection, b"P", data)
+                try:
+                    send(worker.connection, b"P", data)
+                except OSError as error:
+                    if isinstance(error, TimeoutError):
+                        worker.said = Report(worker.rank, FAILED, no_answer(self._timeout))
+                    raise LostTouchError(f"rank {worker.rank} took no plan") from error
 
     def _look(self) -> list[Report]:
         with self._looking:
             return [report for worker in self._workers if (report := worker.report())]
 
     def _find_dead(self) -> list[Report]:
-        return [report for report in self._look() if report.kind == FAILED]
+        found, now = [report for report in self._look() if report.kind == FAILED], time.monotonic()
+        silent = [w for w in self._workers if w.asked is not None and now - w.asked > self._timeout]
+        return found or [Report(worker.rank, FAILED, no_answer(self._timeout)) for worker in silent]
+
+    def _ask(self) -> None:
+        for worker in self._workers:
+            worker.ask()
 
     def _abandon(self) -> None:
         with self._looking:
             workers, self._workers = self._workers, []
         for worker in workers:
             worker.connection.close()  # ends its loop
-        deadline = time.monotonic() + (CLOSE_SECONDS if self._dead is None else 0.2)
+        deadline = time.monotonic() + (CLOSE_SECONDS if self._dead is None else KILL_SECONDS)
         for worker in workers:
             try:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))

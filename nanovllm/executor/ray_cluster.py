@@ -6,7 +6,7 @@ can; neighbours in rank are on one machine. The caller's process computes nothin
 results come back from rank 0 (both through Ray's own channel). The ranks find each other in a store on rank 0's
 machine, on a free port, of the loopback interface if they are all there.
 
-    actor   place -> where it is      open_store -> port      start -> facts      launch(plan)...  result...
+    actor   place -> where it is      open_store -> port      start -> facts      launch(plan)...  result...  ask
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineDeadError
-from nanovllm.executor.faults import FAILED, LOST, STARTUP_SECONDS, Report, collect_reports, name_cause
+from nanovllm.executor.faults import FAILED, GRACE_SECONDS, LOST, STARTUP_SECONDS, Report, collect_reports, name_cause
 from nanovllm.executor.kv_cache import CacheLayout
 from nanovllm.executor.limits import StepLimits
 from nanovllm.executor.local import ALONE
@@ -39,7 +39,7 @@ from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.weights.checkpoint import Checkpoint
 
 RESERVE_SECONDS = 120.0  # for the cluster to find room
-GRACE_SECONDS = 5.0  # for Ray to notice that a process is gone
+DEATH_SECONDS = 5.0  # for Ray to notice that a process is gone
 
 
 def import_ray() -> Any:
@@ -137,6 +137,10 @@ class RayRank:
                 self._trouble = Report.of(self._rank, error)
         return self._trouble
 
+    def ask(self) -> Report | None:
+        """Whether it is well; answered after all calls before."""
+        return self._trouble
+
     def expert_stats(self) -> ExpertStats | None:
         assert self._follower is not None
         return self._follower.executor.expert_stats()
@@ -156,6 +160,7 @@ class RayExecutor:
         self._places: list[tuple[str, str, int]] = []
         self._calls: list[Any] = []  # the last one of each rank
         self._num_uncollected = 0  # plans whose result was not fetched yet
+        self._called = time.monotonic()  # when they were made
         self._group: Any = None
         self._owns_cluster = not self._ray.is_initialized()
         try:
@@ -256,19 +261,36 @@ class RayExecutor:
     def expert_stats(self) -> ExpertStats | None:
         if self._dead is not None or not self._facts.has_offload:
             return None
-        found: ExpertStats = self._ray.get(self._actors[0].expert_stats.remote(), timeout=self._timeout)
-        return found
+        with self._ending_on_interrupt():
+            self._note([self._actors[0].expert_stats.remote(), *self._calls[1:]])
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                found: ExpertStats = self._ray.get(self._calls[0], timeout=self._timeout)
+                return found
+            self._end(self._cause())  # the next launch says so
+        return None
 
     def launch(self, plan: StepPlan) -> InFlight:
-        if self._dead is None and any(report.kind == FAILED for report in self._look()):
+        self._raise_if_dead(any(report.kind == FAILED for report in self._look()))
+        with self._ending_on_interrupt():
+            data = encode_plan(plan)
+            self._note([actor.launch.remote(data) for actor in self._actors])
+            self._num_uncollected += 1
+        return InFlight(self._collect)
+
+    def check(self) -> None:
+        done = all(map(self._is_done, range(len(self._calls))))
+        self._raise_if_dead(bool(self._look()) or (not done and time.monotonic() - self._called > self._timeout))
+        if done:
+            self._note([actor.ask.remote() for actor in self._actors])
+
+    def _note(self, calls: list[Any]) -> None:
+        self._calls, self._called = calls, time.monotonic()
+
+    def _raise_if_dead(self, has_died: bool) -> None:
+        if self._dead is None and has_died:
             self._end(self._cause())
         if self._dead is not None:
             raise EngineDeadError(f"{self._dead}; create a new engine")
-        with self._ending_on_interrupt():
-            data = encode_plan(plan)
-            self._calls = [actor.launch.remote(data) for actor in self._actors]
-            self._num_uncollected += 1
-        return InFlight(self._collect)
 
     def reset(self) -> None:
         while self._num_uncollected and self._dead is None:  # else the next step would get the result of these
@@ -279,10 +301,9 @@ class RayExecutor:
             raise EngineDeadError(self._dead)
         ray = self._ray
         with self._ending_on_interrupt():
-            call = self._actors[0].result.remote()
-            self._calls = [call, *self._calls[1:]]
+            self._note([self._actors[0].result.remote(), *self._calls[1:]])
             with contextlib.suppress(ray.exceptions.RayError):
-                found = ray.get(call, timeout=self._timeout)
+                found = ray.get(self._calls[0], timeout=self._timeout)
                 if isinstance(found, StepResult):
                     self._num_uncollected -= 1
                     return found
@@ -318,7 +339,9 @@ class RayExecutor:
         return found
 
     def _cause(self) -> str:
-        reports = collect_reports(self._look, self._size, GRACE_SECONDS)
+        # A rank that hangs must be named in time; one that was killed is noticed early, but by Ray only after a while.
+        left = self._called + self._timeout - time.monotonic()
+        reports = collect_reports(self._look, self._size, GRACE_SECONDS + min(DEATH_SECONDS, max(0.0, left)))
         well = {rank for rank in range(self._size) if self._is_done(rank)} - {report.rank for report in reports}
         reports += [Report(rank, LOST, "it had finished the step") for rank in well]
         return name_cause(reports, self._size, self._timeout)

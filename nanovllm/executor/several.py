@@ -3,6 +3,7 @@ fails ends the engine, and the cause is told to every request from then on (cont
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable
@@ -66,6 +67,9 @@ class SeveralRanks:
         """Before a step: ranks that are known to have failed, where that costs nothing to know."""
         return []
 
+    def _ask(self) -> None:
+        """Between two steps: let the other ranks say that they are well, if they can be asked."""
+
     def _publish(self, report: Report) -> None:
         """Let the other ranks know, if they ask this one."""
 
@@ -81,11 +85,18 @@ class SeveralRanks:
             raise AttributeError(name)
         return getattr(inner, name)
 
-    def launch(self, plan: StepPlan) -> InFlight:
+    def check(self) -> None:
+        self._raise_if_dead()
+        self._ask()
+
+    def _raise_if_dead(self) -> None:
         if self._dead is None and (found := self._find_dead()):
             self._end(name_cause(found, self._size, self._timeout))
         if self._dead is not None:
             raise EngineDeadError(f"{self._dead}; create a new engine")
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        self._raise_if_dead()
         assert self._inner is not None
         if self._size == 1:
             return self._inner.launch(plan)  # a step that raises fails alone
@@ -131,6 +142,9 @@ class SeveralRanks:
         self._abandon()
         if self._alarm is not None:
             self._alarm.close()
+            if self._dead is not None:  # kernels that wait for ranks that are gone would make freeing memory wait, too
+                with contextlib.suppress(RuntimeError):
+                    give_up(self._parallel)
         if self._inner is not None:
             self._inner.close()
             disconnect(self._inner.parallel)

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +27,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineDeadError, NanoVLLMError
-from nanovllm.executor.faults import STARTUP_SECONDS, Report
+from nanovllm.executor.faults import GRACE_SECONDS, STARTUP_SECONDS, Report
 from nanovllm.executor.limits import StepLimits
 from nanovllm.executor.local import ALONE, LocalExecutor
 from nanovllm.executor.several import SeveralRanks, check_sizes
@@ -132,12 +133,19 @@ class TorchrunExecutor(SeveralRanks):
                 self._store.set(f"report/{report.rank}", json.dumps([report.kind, report.text]))
 
     def _look(self) -> list[Report]:
-        found = []
+        """In a thread: a store whose machine hangs does not answer, whatever timeout it was given."""
+        found: list[Report] = []
+        thread = threading.Thread(target=self._read_reports, args=(found,), name="nanovllm-reports", daemon=True)
+        thread.start()
+        thread.join(GRACE_SECONDS)
+        return list(found)
+
+    def _read_reports(self, found: list[Report]) -> None:
+        store = self._store
         with contextlib.suppress(RuntimeError):
-            for rank in range(self._size if self._store is not None else 0):
-                if rank != self._rank and self._store.check([f"report/{rank}"]):
-                    found.append(Report(rank, *json.loads(self._store.get(f"report/{rank}"))))
-        return found
+            for rank in range(self._size if store is not None else 0):
+                if rank != self._rank and store.check([f"report/{rank}"]):
+                    found.append(Report(rank, *json.loads(store.get(f"report/{rank}"))))
 
     def close(self) -> None:
         super().close()

@@ -2,11 +2,11 @@
 
 FD is one end of a socket pair that the parent made: no name, no port, nobody else can reach it. Over it come the
 options (JSON), then plans, in order. The worker builds its shards, runs every plan as rank 0 does, and says nothing:
-all ranks sample alike. What it says is `here`, `ready`, or in words why it ends. When the socket closes, it ends too:
-a parent that dies leaves no orphans.
+all ranks sample alike. What it says is `here`, `ready`, `answer` to a question whether it is well, or in words why it
+ends. When the socket closes, it ends too: a parent that dies leaves no orphans.
 
-    parent  I options                         P plan   P plan ...  (end of the connection)
-    worker             H (here)   R (ready)                        F failed | L lost touch
+    parent  I options                         P plan   P plan ...  Q question             (end of the connection)
+    worker             H (here)   R (ready)                                    A answer   F failed | L lost touch
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ def serve(connection: socket.socket, options: dict[str, Any]) -> None:
     follower = Follower(open_executor(options["config"], options["limits"], device, parallel))
     limit_waiting(parallel, options["config"]["worker_timeout"])
     send(connection, b"R")
-    while (message := receive(connection)) is not None and message[0] == b"P":
-        follower.launch(message[1])
+    while (message := receive(connection)) is not None:
+        if message[0] == b"P":
+            follower.launch(message[1])
+        else:
+            send(connection, b"A")
     follower.close()
 
 

@@ -87,6 +87,15 @@ class Device:
         if self.is_gpu:
             torch.cuda.synchronize(self.torch_device)
 
+    def is_lost(self) -> bool:
+        """After an illegal access, a failed assertion in a kernel or a memory error of the card, every call fails until
+        the process ends. Running out of memory is not of this kind. Waits for what runs."""
+        try:
+            self.synchronize()
+        except RuntimeError:  # torch.AcceleratorError is one
+            return True
+        return False
+
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, as the driver or the operating system sees them."""
         if self.is_gpu:

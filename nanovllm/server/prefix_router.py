@@ -13,6 +13,9 @@ known prefix wins; among the replicas that hold it, the least loaded. It is give
 has `spill` requests more than that one: then the other replica holds the prefix too, and from there on they share the
 load. So a system prompt that all requests begin with ends up on all replicas, and only under load.
 
+A replica that joins others at work has an empty cache and must not get all that comes next because it alone has nothing
+to do. It counts as if it had as much to do as the least loaded of the others, and by one less for each request it ends.
+
 No torch, no Ray, no clock: the same calls give the same choices.
 """
 
@@ -78,7 +81,9 @@ class PrefixRouter:
         self.max_entries = max_entries
         self.spill = spill
         self.loads: dict[Hashable, int] = {}  # requests under way, of the replicas there are
-        self._num_chosen: dict[Hashable, int] = {}
+        self._handicaps: dict[Hashable, int] = {}  # requests that a new replica counts as having on top
+        self._last_chosen: dict[Hashable, int] = {}  # in which call of `choose`
+        self._num_choices = 0
         self._holders: OrderedDict[bytes, list[Hashable]] = OrderedDict()  # key -> replicas, oldest key first
 
     def __len__(self) -> int:
@@ -86,8 +91,11 @@ class PrefixRouter:
 
     def set_replicas(self, replicas: Iterable[Hashable]) -> None:
         """Those that are gone hold nothing any more; a new one holds nothing yet."""
-        self.loads = {replica: self.loads.get(replica, 0) for replica in replicas}
-        self._num_chosen = {replica: self._num_chosen.get(replica, 0) for replica in self.loads}
+        before = self.loads
+        self.loads = {replica: before.get(replica, 0) for replica in replicas}
+        least = min((load for replica, load in self.loads.items() if replica in before), default=0)
+        self._handicaps = {new: self._handicaps.get(new, 0 if new in before else least) for new in self.loads}
+        self._last_chosen = {replica: self._last_chosen.get(replica, 0) for replica in self.loads}
         for key, holders in list(self._holders.items()):
             kept = [replica for replica in holders if replica in self.loads]
             if kept:
@@ -100,15 +108,22 @@ class PrefixRouter:
         if not self.loads:
             return []
         # Equally loaded ones take turns, or an idle service would put every new prompt on the same replica.
-        order = sorted(self.loads, key=lambda replica: (self.loads[replica], self._num_chosen[replica]))
+        loads = self._weigh()
+        order = sorted(loads, key=lambda replica: (loads[replica], self._last_chosen[replica]))
         holders = next((self._holders[key] for key in reversed(keys) if key in self._holders), [])
-        preferred = min(holders, key=lambda replica: self.loads[replica], default=None)
-        if preferred is not None and self.loads[preferred] - self.loads[order[0]] <= self.spill:
+        preferred = min(holders, key=lambda replica: loads[replica], default=None)
+        if preferred is not None and loads[preferred] - loads[order[0]] <= self.spill:
             order.remove(preferred)
             order.insert(0, preferred)
-        self._num_chosen[order[0]] += 1
+        self._num_choices += 1
+        self._last_chosen[order[0]] = self._num_choices
         self._remember(keys, order[0])
         return order
+
+    def _weigh(self) -> dict[Hashable, int]:
+        """The loads with handicaps, which are no larger than what the others have to do now."""
+        least = min((load for replica, load in self.loads.items() if not self._handicaps[replica]), default=0)
+        return {replica: load + min(self._handicaps[replica], least) for replica, load in self.loads.items()}
 
     def started(self, replica: Hashable) -> None:
         if replica in self.loads:
@@ -117,6 +132,7 @@ class PrefixRouter:
     def finished(self, replica: Hashable) -> None:
         if self.loads.get(replica, 0) > 0:  # it may have left and come back between the two calls
             self.loads[replica] -= 1
+            self._handicaps[replica] = max(0, self._handicaps[replica] - 1)
 
     def _remember(self, keys: Sequence[bytes], replica: Hashable) -> None:
         for key in reversed(keys):  # the first block is the newest: a chain is forgotten from its end

@@ -138,9 +138,14 @@ class EngineReplica:
             await asyncio.gather(task, return_exceptions=True)
 
     def check_health(self) -> None:
-        """Ray Serve calls this; a replica that fails it is stopped, and another one started."""
+        """Ray Serve calls this every second; a replica that fails it three times is stopped, and another one started.
+        One with a dead engine ends at once: it refuses faster than the others serve, so it would always have the least
+        to do and get their requests."""
         if self.service.engine.failure is not None:
-            raise RuntimeError(self.service.engine.failure)
+            self.service.close()  # the ranks end with it
+            os._exit(1)
+        if self.service.trouble is not None:
+            raise RuntimeError(self.service.trouble)
 
     def __del__(self) -> None:  # called by Ray Serve when it stops a replica
         if hasattr(self, "service"):
@@ -324,7 +329,7 @@ def _deployment(config: EngineConfig, options: ServerOptions, num_replicas: int)
         # Above what a replica admits, so that it is the replica that says 429.
         max_ongoing_requests=config.max_num_seqs + options.max_waiting + 64,
         max_constructor_retry_count=1,
-        health_check_period_s=5,
+        health_check_period_s=1,
         graceful_shutdown_timeout_s=options.drain_timeout,
         request_router_config=RequestRouterConfig(request_router_class=ServeRouter),
     )

@@ -72,7 +72,7 @@ def all_on_loopback(processes: set[int]) -> bool:
     return bool(found) and found <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
-def soon(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def soon(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """True as soon as it holds, False if it does not in that time."""
     deadline = time.monotonic() + seconds
     while not condition():

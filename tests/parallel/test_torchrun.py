@@ -66,11 +66,11 @@ def test_every_rank_has_the_tokens_of_one(tiny: Callable[[str], TinyModel]) -> N
 def test_ranks_with_other_requests_are_refused(tiny: Callable[[str], TinyModel]) -> None:
     """Without the check, they would answer nonsense or wait for each other."""
     for one in run_script(tiny("qwen3-bias-tied").path, "differ"):
-        assert any("ranks [1] were given other requests than rank 0" in error for error in one["errors"])
+        assert "ranks [1] were given other requests than rank 0" in one["died"]
 
 
 def test_a_rank_that_hangs_is_named_by_the_others(tiny: Callable[[str], TinyModel]) -> None:
-    """Rank 1 stops itself; it is woken at the end so that torchrun can end."""
+    """Rank 1 stops torchrun and itself, so that reports can be neither left nor read."""
     model = tiny("qwen3-bias-tied").path
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), str(model), "2", "lost"]
@@ -85,8 +85,8 @@ def test_a_rank_that_hangs_is_named_by_the_others(tiny: Callable[[str], TinyMode
                 break
         (found,) = found_in("".join(seen))
         assert found["rank"] == 0
-        assert len(found["errors"]) == 2 * 8, "the first eight requests, and all after them"
-        assert all("rank 1: no answer within 3 s" in error for error in found["errors"])
+        assert "rank 1: no answer within 3 s" in found["died"]
+        assert found["errors"] == [], "no output is a text that was cut"
     finally:
         for child in children(agent.pid):
             os.kill(child, signal.SIGCONT)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ import openai
 import pytest
 
 from nanovllm.server.guard import Guard
+from tests.parallel.test_faults import stop
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 
@@ -159,15 +161,22 @@ def test_slow_encoding_is_cut_off_and_does_not_hold_up_others(
 
 
 def test_health_answers_while_the_engine_is_busy(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(server, monkeypatch, 0.3)
+    """The step ends only after they have answered, so that waiting for it would be waiting in vain."""
+    began, answered, step = threading.Event(), threading.Event(), server.engine.step
+
+    def wait() -> Any:
+        began.set()
+        assert answered.wait(60)
+        return step()
+
+    monkeypatch.setattr(server.engine, "step", wait)
     with ThreadPoolExecutor(1) as pool, server.http() as http:
         busy = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 5})
-        until(lambda: is_running(server))
-        for _ in range(10):
-            started = time.monotonic()
-            assert http.get("/health").status_code == 200
-            assert http.get("/metrics").status_code == 200
-            assert time.monotonic() - started < 0.25
+        assert began.wait(60)
+        for path in ("/health", "/metrics", "/v1/models"):
+            assert http.get(path).status_code == 200
+        assert not busy.done()
+        answered.set()
         assert busy.result().status_code == 200
 
 
@@ -250,6 +259,36 @@ def test_an_engine_that_died(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) 
         for answer in (waiting.result(), streaming.result(), later, health):
             assert "secret" not in answer.text
         assert server.service.num_admitted == 0
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_a_rank_that_is_lost(
+    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, sign: signal.Signals, busy: bool
+) -> None:
+    """The engine is dead: requests get 503, not the 500 of a failed step, and /health says so, idle or not."""
+    options = {"tensor_parallel_size": 2, "worker_timeout": 60.0}
+    with running(tiny("qwen3-bias-tied").path, options) as server, ThreadPoolExecutor(2) as pool, server.http() as http:
+        worker = server.engine.executor._workers[0].process.pid
+        assert http.get("/health").status_code == 200
+        lost, step = threading.Event(), server.engine.step
+        if busy:
+            # The second step waits: all are running then, whatever the machine's speed.
+            held = lambda: (server.engine.stats.num_steps == 0 or lost.wait(60)) and step()  # noqa: E731
+            monkeypatch.setattr(server.engine, "step", held)
+            waiting = pool.submit(server.post, "/v1/completions", {**LONG, "n": 8})
+            until(lambda: is_running(server, 8))
+        os.kill(worker, sign) if sign == signal.SIGKILL else stop(server.engine.executor)
+        lost.set()
+        until(lambda: http.get("/health").status_code == 503, 60)
+        assert "EngineDeadError" in http.get("/health").json()["reason"]
+        if busy:
+            assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "engine_failed")
+        later = server.post("/v1/completions", LONG)
+        assert (later.status_code, later.json()["error"]["code"]) == (503, "engine_failed")
+        assert "rank" not in later.text
+        assert server.service.num_admitted == 0
+    assert not Path(f"/proc/{worker}").exists()
 
 
 def test_a_step_that_never_ends(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

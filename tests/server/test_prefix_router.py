@@ -153,6 +153,65 @@ def test_replicas_that_leave_and_come() -> None:
     router.finished("nobody")
 
 
+def test_a_new_replica_takes_turns_like_the_others() -> None:
+    """Requests one after another: nothing runs when the next comes, so only turns decide."""
+    router = router_of("a", "b")
+    for _ in range(1000):
+        router.choose(())
+    router.set_replicas(["a", "b", "new"])
+    chosen = [router.choose(())[0] for _ in range(9)]
+    assert [chosen.count(replica) for replica in ("a", "b", "new")] == [3, 3, 3]
+
+
+def test_a_new_replica_does_not_get_all_requests_of_busy_ones() -> None:
+    router = router_of("a", "b")
+    known = prefix_keys(text("x"))
+    for _ in range(40):
+        router.started(router.choose(())[0])
+    router.choose(known)
+    router.set_replicas(["a", "b", "new"])
+    assert router.loads["new"] == 0
+    assert router.choose(known)[0] != "new", "20 are more than the limit above none, but a cold cache is no remedy"
+    chosen = []
+    for _ in range(9):
+        chosen.append(router.choose(())[0])
+        router.started(chosen[-1])
+    assert chosen.count("new") == 3
+
+
+def test_a_new_replica_is_like_the_others_in_the_end() -> None:
+    router = router_of("a", "b")
+    for _ in range(8):
+        router.started(router.choose(())[0])
+    router.set_replicas(["a", "b", "new"])
+    for _ in range(4):  # for each that it has ended, it takes one more than before
+        router.started("new")
+        router.finished("new")
+    assert router.choose(())[0] == router.choose(())[0] == "new"
+    router.set_replicas(["b", "new"])
+    assert router.loads == {"b": 4, "new": 0}
+    assert router.choose(())[0] == "new"
+
+
+def test_a_new_replica_is_not_spared_when_the_others_are_idle() -> None:
+    router = router_of("a", "b")
+    for _ in range(40):
+        router.started(router.choose(())[0])
+    router.set_replicas(["a", "b", "new"])
+    for _ in range(20):
+        router.finished("a")
+        router.finished("b")
+    assert sorted(router.choose(())[0] for _ in range(3)) == ["a", "b", "new"]
+
+
+def test_all_replicas_new_at_once() -> None:
+    router = router_of("a")
+    for _ in range(5):
+        router.started("a")
+    router.set_replicas(["b", "c"])
+    assert sorted(router.choose(())[0] for _ in range(2)) == ["b", "c"]
+
+
 def test_the_table_is_bounded_and_forgets_the_oldest() -> None:
     router = router_of("a", "b", max_entries=4)
     first, second, third = (prefix_keys(text(char)) for char in "xyz")
@@ -200,7 +259,7 @@ def test_what_always_holds(steps: list[tuple[str, Any]], max_entries: int, spill
             router.finished(running.pop(value % len(running)))
         elif kind == "choose":
             keys = prefix_keys("".join(text(char, 1) for char in value))
-            before = dict(router.loads)
+            before = router._weigh()
             order = router.choose(keys)
             assert sorted(order) == sorted(present)
             if order:

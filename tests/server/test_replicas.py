@@ -1,4 +1,5 @@
-"""Two CPU replicas of a tiny model on a private Ray: where requests land, and what happens when a replica dies."""
+"""Two CPU replicas of a tiny model, of two ranks each, on a private Ray: where requests land, and what happens when a
+replica or one of its ranks dies."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.server.options import ServerOptions
 from tests.cli.runner import make_runner
-from tests.parallel.processes import all_on_loopback, descendants
+from tests.parallel.processes import all_on_loopback, children, descendants
 from tests.server.rig import ENGINE, until
 from tests.tiny_models import TinyModel
 
@@ -32,7 +33,12 @@ APP = "https://chat.example.com"
 
 
 @pytest.fixture(scope="module")
-def url(llama: TinyModel) -> Iterator[str]:
+def model(tiny: Callable[[str], TinyModel]) -> TinyModel:
+    return tiny("qwen3-bias-tied")  # its heads divide by two
+
+
+@pytest.fixture(scope="module")
+def url(model: TinyModel) -> Iterator[str]:
     """One Ray for all tests here: starting it takes longer than all of them."""
     from nanovllm.server.replicas import make_front, open_replicas
     from nanovllm.server.run import Server, address_of, listen, uvicorn_config
@@ -41,7 +47,7 @@ def url(llama: TinyModel) -> Iterator[str]:
     os.environ.pop("RAY_ADDRESS", None)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     options = ServerOptions(port=0, api_key=KEY, max_body_mb=0.1, allowed_hosts=("gpu-box",), allowed_origins=(APP,))
-    config = EngineConfig.from_options(model=str(llama.path), **ENGINE)
+    config = EngineConfig.from_options(model=str(model.path), tensor_parallel_size=2, **ENGINE)
     with open_replicas(config, options, 2) as replicas, contextlib.closing(listen(options)) as listener:
         server = Server(uvicorn_config(make_front(replicas, options), options))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -126,8 +132,8 @@ def test_errors_are_those_of_one_server(http: httpx.Client) -> None:
     assert httpx.post(f"{http.base_url}/v1/completions", json={"prompt": "x"}, verify=False).status_code == 401
 
 
-def test_facts(http: httpx.Client, llama: TinyModel) -> None:
-    assert http.get("/v1/models").json()["data"][0]["id"] == llama.path.name
+def test_facts(http: httpx.Client, model: TinyModel) -> None:
+    assert http.get("/v1/models").json()["data"][0]["id"] == model.path.name
     assert http.get("/health", headers={"Authorization": ""}).json() == {"status": "ok"}
     text = http.get("/metrics").text
     names = set(re.findall(r'replica="([^"]+)"', text))
@@ -193,6 +199,23 @@ def test_everything_listens_on_the_loopback(http: httpx.Client) -> None:
     family = descendants()
     assert pids < family
     assert all_on_loopback(family)
+
+
+def names(http: httpx.Client) -> set[str]:
+    return set(re.findall(r'replica="([^"]+)"', http.get("/metrics").text))
+
+
+def test_a_replica_whose_rank_died_is_replaced(http: httpx.Client) -> None:
+    prompt = "r" * 130
+    home = where(complete(http, prompt))
+    assert home in names(http)
+    (worker,) = children(int(home.rpartition("-")[2]))
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: len(names(http) - {home}) == 2, 90)
+    assert home not in names(http)
+    later = complete(http, prompt)
+    assert (later.status_code, where(later) != home) == (200, True)
+    assert http.get("/health").status_code == 200
 
 
 def test_a_killed_replica(http: httpx.Client) -> None:
