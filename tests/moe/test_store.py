@@ -49,14 +49,17 @@ def fill(store: ExpertStore, checkpoint) -> None:
             if isinstance(place, OnDisk):
                 assert place.shape == checkpoint.shape(name)
                 place.remember(name)
-            else:
+                place = place.copy
+            if place is not None:
                 place.copy_(checkpoint.read(name))
 
 
-def make_store(checkpoint, num_in_memory: int, dtype=torch.float32) -> tuple[ExpertStore, LazyStream]:
+def make_store(
+    checkpoint, num_in_memory: int, dtype=torch.float32, quotas: tuple[int, ...] = ()
+) -> tuple[ExpertStore, LazyStream]:
     shape = ExpertShape.dense(tuple(range(LAYERS)), EXPERTS, HIDDEN, SIZE, dtype)
     stream = LazyStream()
-    return ExpertStore(shape, CPU, stream, checkpoint, num_in_memory * shape.num_bytes + 1), stream
+    return ExpertStore(shape, CPU, stream, checkpoint, num_in_memory * shape.num_bytes + 1, quotas), stream
 
 
 @pytest.mark.parametrize("num_in_memory", [0, 1, 5, 6])
@@ -85,12 +88,54 @@ def test_every_layer_has_the_same_share_on_disk(tmp_path) -> None:
     assert [[store.in_memory(layer, expert) for expert in range(EXPERTS)] for layer in range(LAYERS)] == [
         [True, True, False], [True, True, False]
     ]  # fmt: skip
+    uneven, _ = make_store(write_model(tmp_path), 3)  # the first layers may have one more slot: the last get the block
+    assert [list(held) for held in uneven.held] == [[0], [0, 1]]
+    assert [uneven.num_on_disk(quotas) for quotas in ((0, 0), (1, 0), (2, 1), (0, 3), (3, 3))] == [3, 2, 0, 2, 0]
+
+
+def test_a_block_is_given_to_another_expert_behind_the_copies_that_read_it(tmp_path, small_chunks) -> None:
+    checkpoint = write_model(tmp_path)
+    store, stream = make_store(checkpoint, 4)
+    fill(store, checkpoint)
+    wanted = [torch.cat([checkpoint.read(f"1.{e}.{part}").flatten() for part in ("gate", "up", "down")]) for e in range(3)]
+    slots, num_bytes = torch.full((3, store.shape.numel), float("nan")), store.shape.numel
+    for expert in (2, 1):
+        store.send(1, expert, 0, num_bytes, slots[expert])
+    store.save(1, 2, 1, slots[2])  # queued behind the copy that reads the block and the one that fills the slot
+    store.send(1, 0, 0, num_bytes, slots[2])  # overwrites the slot behind that
+    assert (store.in_memory(1, 1), store.in_memory(1, 2)) == (False, True)
+    assert torch.equal(store.block(1, 2), wanted[2])  # the CPU waits for it
+    store.send(1, 1, 0, num_bytes, slots[0])  # from its file now
+    stream.synchronize()
+    assert all(torch.equal(slots[i], wanted[e]) for i, e in ((0, 1), (1, 1), (2, 0)))
+    store.close()
+
+
+def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_chunks, monkeypatch) -> None:
+    checkpoint = write_model(tmp_path)
+    store, stream = make_store(checkpoint, 4)
+    fill(store, checkpoint)
+    slot = torch.arange(float(store.shape.numel))
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "copy", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(0, 2, 1, slot)
+    assert list(store.held[0]) == [0]
+    store.save(0, 2, 0, slot)
+    assert sorted(store.held[0]) == [0, 2]
+    assert torch.equal(store.block(0, 2), slot)
+    store.close()
 
 
 def test_one_warning_with_figures(tmp_path, caplog) -> None:
     checkpoint = write_model(tmp_path)
     with caplog.at_level(logging.WARNING, logger="nanovllm"):
         make_store(checkpoint, 4)
+        make_store(checkpoint, 4, quotas=(1, 1))  # the device holds the other two: nothing to warn of
         assert len(caplog.records) == 1
         assert "the other 2 of 6 are read from disk" in caplog.text
         assert "expert_host_gb" in caplog.text
