@@ -144,8 +144,9 @@ class ExpertCache:
         self._heat = [[0.0] * num_experts for _ in range(num_layers)]
         self._clock = 0
         self._chosen: tuple[int, Collection[int]] = (0, ())  # of the step in progress: layer, experts
-        # Experts that host memory holds, by layer; ExpertStore, which moves them, has its own put here.
+        # By layer: experts that host memory holds, and how many it has room for. Put here by who moves them.
         self.held: Sequence[Collection[int]] = [range(num_experts)] * num_layers
+        self.num_blocks = [num_experts] * num_layers
         self.disk_cost = LINK_BANDWIDTH / DISK_BANDWIDTH
         self.layer_hits, self.layer_misses = [0] * num_layers, [0] * num_layers
         self.pieces_useful, self.pieces_wasted = [0] * num_layers, [0] * num_layers  # of guesses, by layer
@@ -245,14 +246,17 @@ class ExpertCache:
             ring = [coldest] + [other for other in self._ring if other != slot]  # first: this step has no use of it
             self._owned[layer], self._ring = owned, ring  # side by side: no interrupt comes between
 
-    def rescue(self, slot: int) -> tuple[int, int, int] | None:
+    def rescue(self, slot: int) -> tuple[int, int, int | None] | None:
         """(layer, expert, other expert of it): before the slot is overwritten, what it holds should be copied to host
-        memory, in place of the other one. None: it is there, or not worth that."""
+        memory, in place of the other one; None for that: into the block that an interrupt left empty. None instead of
+        all: it is there, or not worth that."""
         content = self._contents[slot]
         if content is None or not self._is_alone(content) or self._policy == "none":
             return None
         layer, expert = content.layer, content.expert
         held, heat = self.held[layer], self._heat[layer]
+        if len(held) < self.num_blocks[layer]:
+            return layer, expert, None
         kept = (self._expert(s) for s in self._owned[layer] if self._is_whole(s))
         if twice := [other for other in kept if other in held]:
             return layer, expert, max(twice, key=heat.__getitem__)  # the hottest: it will stay longest

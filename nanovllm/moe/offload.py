@@ -113,7 +113,8 @@ class Offload:
         self.store = ExpertStore(shape, device, self.stream, checkpoint, options.host_bytes, self.cache.quotas())
         try:
             bandwidth = self._measure_bandwidth(pool[-1])
-            self.cache.held, self.cache.disk_cost = self.store.held, (bandwidth or LINK_BANDWIDTH) / DISK_BANDWIDTH
+            self.cache.held, self.cache.num_blocks = self.store.held, self.store.num_blocks
+            self.cache.disk_cost = (bandwidth or LINK_BANDWIDTH) / DISK_BANDWIDTH
             self.idle = IdleTime(self.stream, bandwidth, shape.num_bytes // num_pieces)
         except BaseException:
             self.store.close()
@@ -415,7 +416,7 @@ class Offload:
         self._device.synchronize()
         self._options, self._prefetches = replace(options, num_cached=num_cached, policy=policy), prefetch
         self.cache = self._open_cache(self._options, cache.num_pieces)
-        self.cache.held, self.cache.disk_cost = cache.held, cache.disk_cost
+        self.cache.held, self.cache.num_blocks, self.cache.disk_cost = cache.held, cache.num_blocks, cache.disk_cost
         self._announced = [[-1] * self.shape.num_experts for _ in self.shape.layers]
         self._table.fill_(-1)
         self.forget()

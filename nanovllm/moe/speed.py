@@ -84,7 +84,8 @@ def predict(model: ModelFacts, tiers: Tiers, links: Links, batch: int, skewed: b
     moe = model.config.moe
     touched = distinct_experts(moe.num_experts, moe.top_k, batch) * model.num_sparse_layers if moe else 0.0
     read = model.dense_bytes - model.embedding_bytes + touched * model.mean_expert_bytes
-    copied, disk = (missed_experts(model, n, batch, skewed) * model.mean_expert_bytes for n in (tiers.quotas, tiers.held))
+    missed = (missed_experts(model, kept, batch, skewed) for kept in (tiers.quotas, tiers.held))
+    copied, disk = (number * model.mean_expert_bytes for number in missed)
     seconds = (copied - disk) / links.host_to_gpu + disk / min(links.disk, links.host_to_gpu)
     reading = read / links.gpu_read
     step = max(seconds, reading) if overlap else seconds + reading

@@ -192,8 +192,8 @@ class ExpertStore:
         if num_left == 0:
             logger.info("%sonce: host and device together hold all", figures)
         else:
-            logger.warning("%swhen they are needed, which is slow, but for %d that the device has room for: %s", figures,
-                           num_rest - num_left, remedy)  # fmt: skip
+            logger.warning("%swhen they are needed, which is slow, but for %d that the device has room for: %s",
+                           figures, num_rest - num_left, remedy)  # fmt: skip
         self._files = {key: _File() for key in keys}
         size = min(CHUNK_BYTES // self.shape.dtype.itemsize, self.shape.numel)
         try:
@@ -244,13 +244,16 @@ class ExpertStore:
             self._raw = self._raw if len(self._raw) >= size else torch.empty(size, dtype=torch.uint8)
 
     @property
+    def num_blocks(self) -> list[int]:
+        return [len(blocks) for blocks in self._blocks]
+
+    @property
     def num_in_memory(self) -> int:
-        return sum(map(len, self._blocks))
+        return sum(self.num_blocks)
 
     def num_on_disk(self, quotas: Sequence[int]) -> int:
         """Experts that neither host memory nor the cached slots have room for."""
-        num_experts = self.shape.num_experts
-        return sum(max(num_experts - len(blocks) - quota, 0) for blocks, quota in zip(self._blocks, quotas))
+        return sum(max(self.shape.num_experts - blocks - quota, 0) for blocks, quota in zip(self.num_blocks, quotas))
 
     def in_memory(self, layer: int, expert: int) -> bool:
         return expert in self.held[layer]
@@ -263,12 +266,11 @@ class ExpertStore:
     def any_block(self) -> torch.Tensor | None:
         return next((block.tensor for blocks in self._blocks for block in blocks), None)
 
-    def save(self, layer: int, expert: int, instead: int, memory: torch.Tensor) -> None:
-        """Queues the copy of a whole expert from `memory`, a slot, to the block of another one of its layer. A block
-        belongs to neither until the copy is queued; one that an interrupt left so is used first."""
+    def save(self, layer: int, expert: int, instead: int | None, memory: torch.Tensor) -> None:
+        """Queues the copy of a whole expert from `memory`, a slot, to the block of another one of its layer. The block
+        belongs to neither until the copy is queued; None: to one that an interrupt left so."""
         held = self.held[layer]
-        spare = set(self._blocks[layer]) - set(held.values())
-        block = spare.pop() if spare else held.pop(instead)
+        block = (set(self._blocks[layer]) - set(held.values())).pop() if instead is None else held.pop(instead)
         self._stream.copy(block.tensor, memory[: len(block.tensor)])
         self._saved = self._stream.mark_copies()
         held[expert] = block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
 from itertools import chain, islice
 
 import pytest
@@ -24,10 +25,17 @@ def bring(cache: ExpertCache, layer: int, counts: dict[int, int]):
     return selection
 
 
-def save(cache: ExpertCache, moved: tuple[int, int, int]) -> None:
+def hold(cache: ExpertCache, experts: Sequence[Collection[int]]) -> Sequence[dict[int, None]]:
+    """These are in host memory, which has no room for more."""
+    cache.held, cache.num_blocks = [dict.fromkeys(some) for some in experts], [len(some) for some in experts]
+    return cache.held
+
+
+def save(cache: ExpertCache, moved: tuple[int, int, int | None]) -> None:
     layer, expert, other = moved
     held = cache.held[layer]
-    assert other in held and expert not in held
+    assert other in held
+    assert expert not in held
     del held[other]
     held[expert] = None
 
@@ -56,7 +64,7 @@ def test_a_selection_never_overwrites_what_it_needs(data) -> None:
     num_cached = data.draw(st.integers(0, num_layers * num_experts))
     cache = ExpertCache(num_layers, num_experts, top_k, num_cached, num_streaming, policy, num_pieces=3)
     blocks = [data.draw(st.integers(0, num_experts)) for _ in range(num_layers)]
-    cache.held = [dict.fromkeys(range(number)) for number in blocks]
+    hold(cache, [range(number) for number in blocks])
     quotas = [len(owned) for owned in cache._owned]
     for _ in range(data.draw(st.integers(1, 12))):
         layer = data.draw(st.integers(0, num_layers - 1))
@@ -232,9 +240,9 @@ def play(
     now and then. Not exclusive: host memory keeps the first ones of each layer for ever, whatever is on the device."""
     cache = ExpertCache(num_layers, routing.num_experts, routing.top_k, cached, 2 * routing.top_k, policy)
     cache.disk_cost = disk_cost
-    held = [dict.fromkeys(range(number)) for number in spread(in_host, num_layers)[::-1]]
+    held = [range(number) for number in spread(in_host, num_layers)[::-1]]
     if exclusive:
-        cache.held = held
+        held = hold(cache, held)
     moved: Counter[str] = Counter()
     for number, choices in zip(range(num_tokens), routing.tokens(num_layers, seed=cached)):
         if number == num_tokens // 3:
@@ -293,7 +301,7 @@ def test_an_expert_that_is_nowhere_else_is_worth_more_in_its_slot() -> None:
     """Two cached, one in a slot only. It goes for one that is chosen much more often and not before, and then to the
     host, in place of the hotter one of those that stay."""
     cache = ExpertCache(1, 4, 1, num_cached=2, num_streaming=1)
-    cache.held = [{1: None, 2: None, 3: None}]
+    hold(cache, [(1, 2, 3)])
     for expert in (0, *[1] * 9):
         bring(cache, 0, {expert: 1})
     kept = cache._owned[0]
@@ -306,14 +314,15 @@ def test_an_expert_that_is_nowhere_else_is_worth_more_in_its_slot() -> None:
     (slot,) = cache._ring
     assert cache.content(slot) == (0, 0)
     assert cache.rescue(slot) == (0, 0, 1)
-    cache.held = [{1: None, 0: None, 3: None}]
+    hold(cache, [(1, 0, 3)])
     assert cache.rescue(slot) is None
 
 
 def test_a_disk_as_fast_as_the_link_is_not_avoided() -> None:
     """What an expert costs that is read from disk is what it counts: none in host memory, all alike."""
     cache = ExpertCache(1, 4, 1, num_cached=1, num_streaming=1)
-    cache.held, cache.disk_cost = [{1: None}], 1.0
+    hold(cache, [(1,)])
+    cache.disk_cost = 1.0
     bring(cache, 0, {0: 1})
     bring(cache, 0, {1: 1})
     assert cache.content(cache._owned[0][0]) == (0, 1)

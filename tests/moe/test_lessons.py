@@ -134,8 +134,8 @@ def test_a_miss_in_a_running_engine_allocates_nothing(tier: str) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_eviction_moves_nothing_and_the_host_waits_once_a_layer(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lesson 32: eviction copied experts back and called empty_cache(); the host waited for every expert and token. Only
-    host memory that holds some experts and not others gets any back, each for another one."""
+    """Lesson 32: eviction copied experts back and called empty_cache(); the host waited for every expert and token.
+    Only host memory that holds some experts and not others gets any back, each for another one."""
     with make(5) as llm:
         truth = {(layer, e): block.tensor.clone() for layer, held in enumerate(llm.engine.executor.offload.store.held)
                  for e, block in held.items()}  # fmt: skip

@@ -14,9 +14,8 @@ from nanovllm.hardware import pinned
 from nanovllm.moe import store as store_module
 from nanovllm.moe.offload import OffloadOptions
 from nanovllm.moe.store import ExpertShape, ExpertStore
-from nanovllm.weights.loader import OnDisk
 from nanovllm.weights.safetensors_folder import SafetensorsFolder
-from tests.moe.offload_rig import CPU, HIDDEN, SIZE, LazyStream, make_rig, random_call
+from tests.moe.offload_rig import CPU, HIDDEN, SIZE, LazyStream, fill_places, make_rig, random_call
 
 LAYERS, EXPERTS = 2, 3
 EXPERT_BYTES = 3 * HIDDEN * SIZE * 4
@@ -39,21 +38,6 @@ def write_model(folder, dtype=torch.float32):
     return SafetensorsFolder(folder)
 
 
-def fill(store: ExpertStore, checkpoint) -> None:
-    """What the loader does."""
-    for target, parts in store.places().items():
-        layer = int(target.split(".")[1])
-        for part, place in parts.items():
-            expert, which = part.split(".") if "." in part else (part, "down")
-            name = f"{layer}.{expert}.{which}"
-            if isinstance(place, OnDisk):
-                assert place.shape == checkpoint.shape(name)
-                place.remember(name)
-                place = place.copy
-            if place is not None:
-                place.copy_(checkpoint.read(name))
-
-
 def make_store(
     checkpoint, num_in_memory: int, dtype=torch.float32, quotas: tuple[int, ...] = ()
 ) -> tuple[ExpertStore, LazyStream]:
@@ -68,7 +52,7 @@ def test_both_tiers_give_the_same_bytes(tmp_path, small_chunks, num_in_memory: i
     """The files are in float32: bf16 is converted on the way, in memory by the loader, from disk by the store."""
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, num_in_memory, dtype)
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     assert sum(store.in_memory(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)) == num_in_memory
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
@@ -96,8 +80,10 @@ def test_every_layer_has_the_same_share_on_disk(tmp_path) -> None:
 def test_a_block_is_given_to_another_expert_behind_the_copies_that_read_it(tmp_path, small_chunks) -> None:
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 4)
-    fill(store, checkpoint)
-    wanted = [torch.cat([checkpoint.read(f"1.{e}.{part}").flatten() for part in ("gate", "up", "down")]) for e in range(3)]
+    fill_places(store, checkpoint)
+    wanted = [
+        torch.cat([checkpoint.read(f"1.{e}.{part}").flatten() for part in ("gate", "up", "down")]) for e in range(3)
+    ]
     slots, num_bytes = torch.full((3, store.shape.numel), float("nan")), store.shape.numel
     for expert in (2, 1):
         store.send(1, expert, 0, num_bytes, slots[expert])
@@ -114,7 +100,7 @@ def test_a_block_is_given_to_another_expert_behind_the_copies_that_read_it(tmp_p
 def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_chunks, monkeypatch) -> None:
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 4)
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     slot = torch.arange(float(store.shape.numel))
 
     def interrupt(*args):
@@ -125,7 +111,7 @@ def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_c
         with pytest.raises(KeyboardInterrupt):
             store.save(0, 2, 1, slot)
     assert list(store.held[0]) == [0]
-    store.save(0, 2, 0, slot)
+    store.save(0, 2, None, slot)
     assert sorted(store.held[0]) == [0, 2]
     assert torch.equal(store.block(0, 2), slot)
     store.close()
@@ -160,7 +146,7 @@ def test_a_system_that_refuses_to_lock_memory_gets_the_disk(tmp_path, caplog, mo
         store, _ = make_store(checkpoint, 6)
     assert "no more" in caplog.text
     assert "the other 4 of 6" in caplog.text
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     locked.clear()
     locked += [1, 1]
     with pytest.raises(ConfigError, match=r"0\.00 of 0\.00 GiB.*dummy weights have no files.*expert_host_gb"):
@@ -196,7 +182,7 @@ def test_no_limit_means_most_of_what_is_available(monkeypatch) -> None:
 def test_a_file_that_shrinks_is_an_error_with_its_name(tmp_path, small_chunks) -> None:
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 0)
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     memory = torch.empty(store.shape.numel)
     store.send(1, 2, 0, store.shape.numel, memory)
     stream.synchronize()
@@ -216,7 +202,7 @@ def test_a_file_that_is_gone_is_an_error_with_its_name(tmp_path) -> None:
         checkpoint.location(name)  # the headers are known
     (tmp_path / "model-0.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-0\.safetensors: cannot be opened \(No such file"):
-        fill(store, checkpoint)
+        fill_places(store, checkpoint)
     store.close()
 
 
@@ -225,7 +211,7 @@ def test_a_file_that_is_replaced_or_removed_later_still_serves_what_was_loaded(t
     """A new version of a model arrives under the old names: its numbers must not mix with those in memory."""
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 2)
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     wanted = torch.cat([checkpoint.read(f"1.2.{part}").flatten() for part in ("gate", "up", "down")])
     path = tmp_path / "model-1.safetensors"
     other = path.read_bytes()
@@ -262,7 +248,7 @@ def test_offload_from_disk_has_the_bits_of_resident(tmp_path, small_chunks) -> N
     checkpoint = write_model(tmp_path)
     options = OffloadOptions(2, 2, host_bytes=2 * EXPERT_BYTES, piece_bytes=EXPERT_BYTES // 4)
     rig = make_rig(LAYERS, EXPERTS, 2, options, num_pieces=3, checkpoint=checkpoint)
-    fill(rig.offload.store, checkpoint)
+    fill_places(rig.offload.store, checkpoint)
     for layer in range(LAYERS):
         rows = [[checkpoint.read(f"{layer}.{e}.{part}") for part in ("gate", "up", "down")] for e in range(EXPERTS)]
         gate_up = torch.stack([torch.cat(row[:2]) for row in rows])
