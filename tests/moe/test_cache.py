@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import chain, islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -291,6 +293,19 @@ def test_time_for_copies_is_never_more_than_with_fixed_blocks(name: str, disk_co
         if cached + in_host >= 1 and disk_cost >= 8:
             assert after < before / 1.8, (cached, in_host, fixed, moving)
             assert moving["back"] < moving["host"] / 4
+
+
+def test_the_table_of_the_docs_is_this_simulation() -> None:
+    text = (Path(__file__).parents[2] / "docs/moe.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:(\d+) and 64 GB .*)?(?:\| )+(even|skewed) \| ([\d., ]+) \| ([\d., ]+) \|$", text, re.M)
+    assert len(rows) == 6
+    cached = 0
+    for card, name, fixed, moving in rows:
+        cached = {"80": 43, "24": 11, "11": 3}.get(card, cached)  # of 64, as 174, 43 and 12 of 256
+        for said, exclusive in ((fixed, False), (moving, True)):
+            found = play(cached, 42, ROUTINGS[name], exclusive, num_layers=8, num_tokens=900)
+            names = ("host", "disk", "back") if exclusive else ("host", "disk")
+            assert [float(number) for number in said.split(",")] == [round(found[n] / 8 / 600, 2) for n in names]
 
 
 def test_with_room_for_all_in_host_memory_nothing_goes_back() -> None:
