@@ -114,7 +114,7 @@ class Offload:
         try:
             bandwidth = self._measure_bandwidth(pool[-1])
             self.cache.held, self.cache.num_blocks = self.store.held, self.store.num_blocks
-            self.cache.disk_cost = (bandwidth or LINK_BANDWIDTH) / DISK_BANDWIDTH
+            self.cache.disk_cost = max(1.0, (bandwidth or LINK_BANDWIDTH) / DISK_BANDWIDTH)
             self.idle = IdleTime(self.stream, bandwidth, shape.num_bytes // num_pieces)
         except BaseException:
             self.store.close()
