@@ -79,7 +79,7 @@ class EngineConfig:
     # default for the device. The output is the same for all.
     expert_placement: str = "auto"  # of a mixture of experts: resident if all fit, else offload
     expert_cache_gb: float | None = None  # GPU memory for experts when they are offloaded; None = what is left
-    expert_host_gb: float | None = None  # host memory for experts, the rest is read from disk; None = what is free
+    expert_host_gb: float | None = None  # host memory for experts; None = what is free
     expert_policy: str = "lfu"  # which expert stays on the GPU
     expert_prefetch: bool = True  # copy what the next layer will probably ask for, while the link is idle
     expert_cpu_misses: bool = False  # compute a missing expert on the CPU if few tokens want it

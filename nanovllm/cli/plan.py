@@ -34,6 +34,7 @@ from nanovllm.cli.scaling_tables import (
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
+from nanovllm.moe.cache import DISK_BANDWIDTH
 from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, Tiers, Wants, gib
 from nanovllm.moe.speed import Links, Speed, predict
@@ -64,7 +65,7 @@ class PlanOptions:
     expert_cache_gb: float | None = None
     expert_host_gb: float | None = None
     bandwidth_gbs: float | None = None
-    disk_gbs: float = 3.0
+    disk_gbs: float = DISK_BANDWIDTH / 1e9
     gpu_read_gbs: float | None = None
     measure: bool = False
     tensor_parallel_size: int = 1
@@ -313,7 +314,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     tiers = plan.tiers
     record["tiers"] = {
         **dataclasses.asdict(tiers), "num_cached": tiers.num_cached, "num_slots": tiers.num_slots,
-        "gpu_expert_bytes": tiers.gpu_expert_bytes,
+        "gpu_expert_bytes": tiers.gpu_expert_bytes, "lone_experts": tiers.lone_experts,
     }  # fmt: skip
     record["speeds"] = {
         str(batch): {"low": dataclasses.asdict(low), "high": dataclasses.asdict(high)}
@@ -371,12 +372,15 @@ def show_plan(plan: Plan) -> None:
 def show_speeds(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    speeds = Table("sequences", "tokens a second, at most", "GB copied a token", title="speed, all together",
-                   title_justify="left")  # fmt: skip
+    speeds = Table("sequences", "tokens a second, at most", "GB copied a token", "of them from disk",
+                   title="speed, all together", title_justify="left")  # fmt: skip
     for batch in BATCHES:
         low, high = plan.speeds(batch)
-        copied = [f"{speed.copied_bytes / batch / 1e9:.2f}" for speed in (high, low)]
-        speeds.add_row(str(batch), f"{rate(low)} to {rate(high)}", " to ".join(copied))
+        copied, disk = (
+            " to ".join(f"{getattr(speed, name) / batch / 1e9:.2f}" for speed in (high, low))
+            for name in ("copied_bytes", "disk_bytes")
+        )
+        speeds.add_row(str(batch), f"{rate(low)} to {rate(high)}", copied, disk)
     console.print(speeds)
     console.print("Limits of the links, not promises; the range is from even routing to skewed. "
                   f"{'; '.join(plan.assumptions)}.")  # fmt: skip
@@ -427,5 +431,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str, int]]:
     ]
     if tiers.placement == "offload":
         found.append(("experts", "host", str(tiers.host_experts), tiers.host_bytes))
+        if tiers.lone_experts:
+            alone = plan.model.all_experts_bytes - tiers.host_bytes - tiers.disk_bytes
+            found.append(("experts", "slots only", str(tiers.lone_experts), alone))
         found.append(("experts", "disk", str(tiers.disk_experts), tiers.disk_bytes))
     return found

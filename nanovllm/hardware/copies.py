@@ -1,4 +1,4 @@
-"""CopyStream: large copies to the device beside the computing, and the order between the two.
+"""CopyStream: large copies to the device and back beside the computing, and the order between the two.
 
 A GPU copies and computes at once if told to, and says nothing when a copy overwrites what a kernel still reads, or a
 kernel reads what has not arrived. Here the two kinds of order are two calls on *marks*, points in a queue:
@@ -42,7 +42,8 @@ class CopyStream:
         self._copies_after = self._compute_after = 0  # number of the mark each queue already waits for
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queued. `source` is page-locked memory that stays as it is until a later mark has passed."""
+        """Queued, after all copies before it in either direction. One of the two is page-locked memory of the host,
+        which nothing but other copies may change, or as a target read, until a later mark has passed."""
         target.copy_(source)
 
     def mark_copies(self, timed: bool = False) -> Mark:
@@ -196,6 +197,11 @@ class Slot:
             write(self._memory)
         finally:  # what an error left half done is on its way all the same
             self._copied = self._stream.mark_copies()
+
+    def save(self, read: Callable[[torch.Tensor], None]) -> None:
+        """`read(memory)` queues copies out of the buffer. No mark is needed: they are in the queue that fills it, after
+        its last copy and before its next, and kernels only read."""
+        read(self._memory)
 
 
 @contextmanager

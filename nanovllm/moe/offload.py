@@ -24,7 +24,6 @@ go to), `Slot` (when that slot may be written and read).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import mul
@@ -37,7 +36,7 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import Uploader
 from nanovllm.layers.build import Build
 from nanovllm.model_config import MoeConfig
-from nanovllm.moe.cache import ExpertCache, ExpertStats, Selection
+from nanovllm.moe.cache import DISK_BANDWIDTH, LINK_BANDWIDTH, ExpertCache, ExpertStats, Selection
 from nanovllm.moe.factors import cut_expert
 from nanovllm.moe.idle import IdleTime
 from nanovllm.moe.offloaded import OffloadedExperts
@@ -89,12 +88,9 @@ class Offload:
         self.shape = shape = ExpertShape(layers, moe.num_experts, shares, build.dtype, shards)
         self._whole, self._build = layouts, build
         self._top_k, self._ops, self._device, self._options = moe.top_k, build.ops, device, options
-        num_pieces = _num_pieces(shape, options.piece_bytes)
+        num_pieces = shape.num_pieces(options.piece_bytes)
         self._pieces = [layout.numel // num_pieces for layout in shares]  # numbers in one, by layer
-        self.cache = ExpertCache(
-            len(layers), moe.num_experts, moe.top_k, options.num_cached, options.num_streaming, options.policy,
-            num_pieces=num_pieces,
-        )  # fmt: skip
+        self.cache = self._open_cache(options, num_pieces)
         self.stream = stream or open_copy_stream(device)
         pool = torch.empty(self.cache.num_slots, shape.numel, dtype=shape.dtype, device=device.torch_device)
         self._views = [shape.views(pool, layer) for layer in range(len(layers))]
@@ -110,15 +106,26 @@ class Offload:
         self._table = torch.full(shape_of_table, -1, dtype=torch.int32, device=device.torch_device)
         self._announced = [[-1] * moe.num_experts for _ in layers]
         self._announces = False
-        self._bytes_copied = self._tokens = self._computed_on_cpu = self._disk_misses = self._disk_bytes_copied = 0
+        self._bytes_copied = self._bytes_read = self._bytes_saved = self._tokens = self._computed_on_cpu = 0
+        self._disk_misses = 0
         self._prefetches = options.prefetch
         self._closed = False
-        self.store = ExpertStore(shape, device, self.stream, checkpoint, options.host_bytes)  # locks host memory: last
+        # Locks host memory: last.
+        self.store = ExpertStore(shape, device, self.stream, checkpoint, options.host_bytes, self.cache.quotas())
         try:
-            self.idle = IdleTime(self.stream, self._measure_bandwidth(pool[-1]), shape.num_bytes // num_pieces)
+            bandwidth = self._measure_bandwidth(pool[-1])
+            self.cache.held, self.cache.num_blocks = self.store.held, self.store.num_blocks
+            self.cache.disk_cost = max(1.0, (bandwidth or LINK_BANDWIDTH) / DISK_BANDWIDTH)
+            self.idle = IdleTime(self.stream, bandwidth, shape.num_bytes // num_pieces)
         except BaseException:
             self.store.close()
             raise
+
+    def _open_cache(self, options: OffloadOptions, num_pieces: int) -> ExpertCache:
+        return ExpertCache(
+            len(self.shape.layers), self.shape.num_experts, self._top_k, options.num_cached, options.num_streaming,
+            options.policy, num_pieces=num_pieces,
+        )  # fmt: skip
 
     def _measure_bandwidth(self, memory: torch.Tensor) -> float | None:
         block = self.store.any_block()
@@ -242,10 +249,15 @@ class Offload:
                 self._announced[layer][expert] = slot
 
     def _retract(self, slot: int, layer: int, expert: int) -> None:
-        """Before a slot is filled with this expert: `start` must not look for its old one there any more. What was
-        started until now may still read it, so the copy waits for that."""
+        """Before a slot is filled with this expert: its old one may have to go to host memory first, and `start` must
+        not look for it there any more. What was started until now may still read it, so the copy waits for that."""
         content = self.cache.content(slot)
-        if content is None or content == (layer, expert) or self._announced[content[0]][content[1]] != slot:
+        if content is None or content == (layer, expert):
+            return
+        if moved := self.cache.rescue(slot):
+            self._slots[slot].save(partial(self.store.save, *moved))
+            self._bytes_saved += self.shape.layer_bytes[content[0]]
+        if self._announced[content[0]][content[1]] != slot:
             return
         self._announced[content[0]][content[1]] = -1
         self._table[content[0], content[1] : content[1] + 1].copy_(self._numbers[0])
@@ -316,10 +328,8 @@ class Offload:
             self._retract(slot, layer, expert)
             held = self.cache.begin(layer, expert, slot)
             if held < self.cache.num_pieces:
-                on_disk, before = not self.store.in_memory(layer, expert), self._bytes_copied
+                self._disk_misses += not self.store.in_memory(layer, expert)
                 self._fill(layer, expert, slot, held, self.cache.num_pieces)
-                self._disk_misses += on_disk
-                self._disk_bytes_copied += on_disk * (self._bytes_copied - before)  # a guess never comes from there
                 self.cache.copied(slot, self.cache.num_pieces)
 
     def _look_ahead(self, layer: int, chosen: Chosen, selection: Selection) -> None:
@@ -342,7 +352,9 @@ class Offload:
     def _fill(self, layer: int, expert: int, slot: int, first_piece: int, last_piece: int) -> None:
         start, stop = first_piece * self._pieces[layer], last_piece * self._pieces[layer]
         self._slots[slot].fill(partial(self.store.send, layer, expert, start, stop))
-        self._bytes_copied += (stop - start) * self.shape.dtype.itemsize
+        num_bytes = (stop - start) * self.shape.dtype.itemsize
+        self._bytes_copied += num_bytes
+        self._bytes_read += 0 if self.store.in_memory(layer, expert) else num_bytes
 
     def _compute_on_cpu(self, layer: int, experts: list[int], chosen: Chosen, pairs: torch.Tensor) -> None:
         assert chosen.rows is not None
@@ -372,7 +384,8 @@ class Offload:
             disk_misses=self._disk_misses,
             computed_on_cpu=self._computed_on_cpu,
             bytes_copied=self._bytes_copied,
-            disk_bytes_copied=self._disk_bytes_copied,
+            bytes_from_disk=self._bytes_read,
+            bytes_saved=self._bytes_saved,
             prefetched_bytes_useful=itemsize * sum(map(mul, cache.pieces_useful, self._pieces)),
             prefetched_bytes_wasted=itemsize * sum(map(mul, cache.pieces_wasted, self._pieces)),
             stall_seconds=self._stalls.seconds(),
@@ -387,14 +400,15 @@ class Offload:
             "placement": "offload", "policy": options.policy, "prefetch": self._prefetches,
             "cpu_misses": options.cpu_misses, "cached_slots": options.num_cached,
             "streaming_slots": options.num_streaming, "expert_bytes": self.shape.num_bytes,
-            "in_host_memory": store.num_in_memory, "on_disk": store.num_on_disk,
+            "in_host_memory": store.num_in_memory, "on_disk": store.num_on_disk(self.cache.quotas()),
         }  # fmt: skip
 
     def forget(self) -> None:
         """After a warm-up: its tokens must not decide what stays on the device, nor show in the statistics."""
         self.cache.forget()
         self._stalls = StallClock(self.stream)
-        self._bytes_copied = self._tokens = self._computed_on_cpu = self._disk_misses = self._disk_bytes_copied = 0
+        self._bytes_copied = self._bytes_read = self._bytes_saved = self._tokens = self._computed_on_cpu = 0
+        self._disk_misses = 0
 
     def restart(self, num_cached: int, policy: str, prefetch: bool) -> None:
         """Between two requests: an empty cache with these settings. Host memory, slots and captured graphs stay, so a
@@ -405,10 +419,8 @@ class Offload:
         assert options.prefetch or not prefetch
         self._device.synchronize()
         self._options, self._prefetches = replace(options, num_cached=num_cached, policy=policy), prefetch
-        self.cache = ExpertCache(
-            len(self.shape.layers), self.shape.num_experts, self._top_k, num_cached, options.num_streaming, policy,
-            num_pieces=cache.num_pieces,
-        )  # fmt: skip
+        self.cache = self._open_cache(self._options, cache.num_pieces)
+        self.cache.held, self.cache.num_blocks, self.cache.disk_cost = cache.held, cache.num_blocks, cache.disk_cost
         self._announced = [[-1] * self.shape.num_experts for _ in self.shape.layers]
         self._table.fill_(-1)
         self.forget()
@@ -420,15 +432,6 @@ class Offload:
             self.stream.synchronize()
             self.store.close()
             del self._views, self._slots
-
-
-def _num_pieces(shape: ExpertShape, piece_bytes: int) -> int:
-    """Whole pieces in every layer, so that bytes are counted exactly; 84 for Mixtral 8x7B."""
-    common = math.gcd(*(layout.numel for layout in shape.layouts))
-    num_pieces = min(-(-shape.num_bytes // piece_bytes), common)
-    while common % num_pieces:
-        num_pieces += 1
-    return num_pieces
 
 
 def _count_tokens(ids: np.ndarray) -> dict[int, int]:

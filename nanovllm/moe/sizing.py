@@ -14,7 +14,8 @@ What a card holds, in this order:
 Resident: all experts, and the KV cache gets what is left (at least one sequence of max_model_len). Offload: the KV
 cache gets a tenth of what is left, at least one such sequence; experts get slots for the rest, of which 2 x top_k
 stream (all misses of a layer, and those of the next one, pass through them) and the others keep what is chosen often.
-All experts live in host memory as far as it goes and on disk beyond: a slot is a copy, so eviction moves no bytes.
+All experts live in host memory if it holds them: a slot is a copy, so eviction moves no bytes. If it does not, host
+memory and cached slots hold different experts (moe/cache.py), and on disk are those for which neither has room.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
@@ -99,7 +101,8 @@ class Tiers:
     quotas: tuple[int, ...]
     num_streaming: int
     host_experts: int
-    disk_experts: int
+    disk_experts: int  # neither in host memory nor in a cached slot, once these are full
+    held: tuple[int, ...]  # offload: experts that host memory and cached slots hold together, by sparse layer
     kv_bytes: int  # whole blocks
     kv_tokens: int
     longest_context: int  # of one sequence, the most that this placement allows (offload: with the fewest slots)
@@ -111,12 +114,17 @@ class Tiers:
     resident_experts: int  # all, or none
     resident_bytes: int
     host_bytes: int  # of the experts there
-    disk_bytes: int
+    disk_bytes: int  # of those that are only there
     notes: tuple[str, ...] = ()
 
     @property
     def num_cached(self) -> int:
         return sum(self.quotas)
+
+    @property
+    def lone_experts(self) -> int:
+        """On the device and not in host memory, once the cached slots are full."""
+        return sum(self.held) - self.host_experts
 
     @property
     def num_slots(self) -> int:
@@ -262,14 +270,23 @@ class _Budget:
         num_blocks = kv // self.block
         longest = for_context // self.block * wants.block_size
         offloaded = model.num_experts if placement == "offload" else 0
-        host, notes = self._host_experts(offloaded)
-        host_bytes = bytes_of_first(host, model.layer_bytes)
+        spare, notes = self._host_memory() if offloaded else (0, [])
+        blocks = fit_host(spare, model.layer_bytes, model.layer_experts) if offloaded else ()
+        held = tuple(min(a + b, model.layer_experts) for a, b in zip(quotas, blocks))
+        if sum(blocks) < offloaded:
+            lone, left = sum(held) - sum(blocks), offloaded - sum(held)
+            notes.append(
+                f"host memory takes {sum(blocks)} of {offloaded} experts ({gib(model.all_experts_bytes)} of it would "
+                f"take all); {lone} more have a place on the GPU alone and are read from disk once"
+                + (f"; {left} are read from disk each time they are missing" if left else "")
+            )
         return Tiers(
             placement=placement,
             quotas=quotas,
             num_streaming=num_streaming,
-            host_experts=host,
-            disk_experts=offloaded - host,
+            host_experts=sum(blocks),
+            disk_experts=offloaded - sum(held),
+            held=held,
             kv_bytes=num_blocks * self.block,
             kv_tokens=num_blocks * wants.block_size,
             longest_context=min(longest, model.trained_len or model.config.max_position_embeddings),
@@ -280,15 +297,13 @@ class _Budget:
             expert_bytes=model.expert_bytes,
             resident_experts=model.num_experts - offloaded,
             resident_bytes=0 if offloaded else model.all_experts_bytes,
-            host_bytes=host_bytes,
-            disk_bytes=model.all_experts_bytes - host_bytes if offloaded else 0,
-            notes=notes,
+            host_bytes=sum(map(mul, blocks, model.layer_bytes)),
+            disk_bytes=sum((model.layer_experts - n) * size for n, size in zip(held, model.layer_bytes)),
+            notes=tuple(notes),
         )
 
-    def _host_experts(self, offloaded: int) -> tuple[int, tuple[str, ...]]:
-        """How many experts host memory takes, and what the user should know about it."""
-        if not offloaded:
-            return 0, ()
+    def _host_memory(self) -> tuple[int, list[str]]:
+        """Bytes of it for experts, and what the user should know about that."""
         spare = max(self.memory.host_bytes - max(MIN_HOST_RESERVE, self.memory.host_bytes // 8), 0)
         notes = []
         if self.wants.host_gb is not None:
@@ -298,29 +313,16 @@ class _Budget:
                              f"{gib(spare)} of it are used")  # fmt: skip
             else:
                 spare = wanted
-        host = count_fitting(spare, self.model.layer_bytes, self.model.layer_experts)
-        if host < offloaded:
-            notes.append(
-                f"host memory takes {host} of {offloaded} experts; {offloaded - host} are read from disk each time "
-                f"they are missing ({gib(self.model.all_experts_bytes)} of host memory would take all)"
-            )
-        return host, tuple(notes)
+        return spare, notes
 
 
-def count_fitting(num_bytes: int, layer_bytes: Sequence[int], num_experts: int) -> int:
-    """How many experts so much host memory holds: the first ones of all layers before the second ones."""
+def fit_host(num_bytes: int, layer_bytes: Sequence[int], num_experts: int) -> tuple[int, ...]:
+    """Experts of each layer that so much host memory holds: equally many, and of the last layers one more, as far as it
+    goes. The first layers may have one more slot (`spread`): so all layers hold the same number on both together."""
     rounds = min(num_bytes // sum(layer_bytes), num_experts)
-    if rounds == num_experts:
-        return rounds * len(layer_bytes)
-    left = num_bytes - rounds * sum(layer_bytes)
-    more = sum(total <= left for total in accumulate(layer_bytes))
-    return rounds * len(layer_bytes) + more
-
-
-def bytes_of_first(count: int, layer_bytes: Sequence[int]) -> int:
-    """Of so many experts, in that order."""
-    rounds, more = divmod(count, max(len(layer_bytes), 1))
-    return rounds * sum(layer_bytes) + sum(layer_bytes[:more])
+    left = num_bytes - rounds * sum(layer_bytes) if rounds < num_experts else 0
+    more = sum(total <= left for total in accumulate(reversed(layer_bytes)))
+    return (rounds,) * (len(layer_bytes) - more) + (rounds + 1,) * more
 
 
 def spread(total: int, num_layers: int) -> tuple[int, ...]:

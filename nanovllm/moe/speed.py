@@ -9,6 +9,9 @@ of them (2.0, 5.5, 7.9 of 8 for B = 1, 4, 16). A touched expert is in a slot wit
 
     bytes copied = sum over layers of D(B) x (1 - h(quota)) x bytes of an expert
 
+and comes from disk with probability 1 - h(held), where held are the experts of the layer that cached slots and host
+memory hold together: different ones, the hottest of all (moe/cache.py).
+
 Routing decides h. Even routing: h = quota / E, the worst case. Real routers are skewed; simulated with skewed
 popularity, a layer's cache of a quarter, half and three quarters of its experts hit 0.49, 0.70 and 0.87 of the time at
 best (`SKEWED`). A large batch touches everything, and then no cache is better than its size: the skew's gain shrinks
@@ -42,6 +45,7 @@ class Speed:
 
     tokens_per_second: float
     copied_bytes: float  # of experts, from host or disk
+    disk_bytes: float  # of them
     read_bytes: float  # of weights, from the GPU's own memory
 
 
@@ -61,7 +65,7 @@ def hit_rate(share: float, skewed: bool) -> float:
 
 
 def missed_experts(model: ModelFacts, quotas: Sequence[int], batch: int, skewed: bool) -> float:
-    """Copied in one step, over all layers."""
+    """Chosen in one step, over all layers, and not among the `quotas` of each layer that are kept."""
     moe = model.config.moe
     if moe is None:
         return 0.0
@@ -80,9 +84,9 @@ def predict(model: ModelFacts, tiers: Tiers, links: Links, batch: int, skewed: b
     moe = model.config.moe
     touched = distinct_experts(moe.num_experts, moe.top_k, batch) * model.num_sparse_layers if moe else 0.0
     read = model.dense_bytes - model.embedding_bytes + touched * model.mean_expert_bytes
-    copied = missed_experts(model, tiers.quotas, batch, skewed) * model.mean_expert_bytes
-    disk_share = tiers.disk_experts / model.num_experts if model.num_experts else 0.0
-    seconds = copied * ((1 - disk_share) / links.host_to_gpu + disk_share / min(links.disk, links.host_to_gpu))
+    missed = (missed_experts(model, kept, batch, skewed) for kept in (tiers.quotas, tiers.held))
+    copied, disk = (number * model.mean_expert_bytes for number in missed)
+    seconds = (copied - disk) / links.host_to_gpu + disk / min(links.disk, links.host_to_gpu)
     reading = read / links.gpu_read
     step = max(seconds, reading) if overlap else seconds + reading
-    return Speed(batch / step, copied, read)
+    return Speed(batch / step, copied, disk, read)

@@ -7,6 +7,10 @@ by one until the limit is reached or the system refuses; the other experts stay 
 they are wanted, in chunks through two small locked buffers: while one chunk travels to the device the next is read.
 That tier is as slow as the disk, and it needs no memory.
 
+Where there is one, an expert does not keep its block for ever (moe/cache.py says why): `save` gives it to another
+expert of the layer, whose bytes come back from the device. Files never change, so whatever interrupts that, an expert
+without a block is read from its file.
+
 Files are read with `preadv`, not through a mapping: a file that shrinks while it is served is then an error with its
 name. Numbers of another dtype than the device computes in are converted chunk by chunk. Low-rank experts are stored in
 another layout than they are computed in: from disk they are read and turned a matrix at a time, into memory of its own.
@@ -16,10 +20,12 @@ Correct, and slower still.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,10 +35,10 @@ from nanovllm.hardware.copies import CopyStream, Mark
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Shard
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
-from nanovllm.moe.sizing import count_fitting
+from nanovllm.moe.sizing import fit_host
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_layout import DOWN, ExpertLayout
-from nanovllm.weights.loader import OnDisk, Place, as_place
+from nanovllm.weights.loader import OnDisk, Piece, Place, as_place
 from nanovllm.weights.safetensors_folder import Location
 
 logger = logging.getLogger("nanovllm")
@@ -70,6 +76,14 @@ class ExpertShape:
     def layer_bytes(self) -> tuple[int, ...]:
         """Of one expert, by layer."""
         return tuple(layout.numel * self.dtype.itemsize for layout in self.layouts)
+
+    def num_pieces(self, piece_bytes: int) -> int:
+        """Of an expert: whole pieces in every layer, so that bytes are counted exactly; 84 for Mixtral 8x7B."""
+        common = math.gcd(*(layout.numel for layout in self.layouts))
+        num_pieces = min(-(-self.num_bytes // piece_bytes), common)
+        while common % num_pieces:
+            num_pieces += 1
+        return num_pieces
 
     def shard(self, layer: int, part: str) -> Shard | None:
         """None: the part is whole."""
@@ -120,12 +134,15 @@ class _File:
 class ExpertStore:
     def __init__(
         self, shape: ExpertShape, device: Device, stream: CopyStream, checkpoint: Checkpoint | None,
-        host_bytes: int | None = None,
+        host_bytes: int | None = None, quotas: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`checkpoint`: where experts without room in host memory are read from; None = dummy weights, nowhere."""
+        """`checkpoint`: where experts without room in host memory are read from; None = dummy weights, nowhere.
+        `quotas`: how many of each layer the device can keep instead."""
         self.shape = shape
         self._stream, self._checkpoint = stream, checkpoint
-        self._blocks: dict[tuple[int, int], HostBlock] = {}
+        self._blocks: list[list[HostBlock]] = [[] for _ in shape.layers]  # by layer
+        self.held: list[dict[int, HostBlock]] = [{} for _ in shape.layers]  # expert -> the one that holds it now
+        self._saved: Mark | None = None
         self._files: dict[tuple[int, int], _File] = {}
         self._open: dict[Path, int] = {}
         self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
@@ -133,31 +150,34 @@ class ExpertStore:
         self._chunks: list[_Chunk] = []
         self._next_chunk = 0
         try:
-            self._reserve(device, int(available_host_bytes() * HOST_SHARE) if host_bytes is None else host_bytes)
+            host_bytes = int(available_host_bytes() * HOST_SHARE) if host_bytes is None else host_bytes
+            self._reserve(device, host_bytes, quotas or [0] * len(shape.layers))
         except BaseException:
             self.close()
             raise
 
-    def _reserve(self, device: Device, host_bytes: int) -> None:
-        """The first experts of every layer get memory, so that all layers have the same share on disk."""
-        shape = self.shape
-        keys = [(layer, expert) for expert in range(shape.num_experts) for layer in range(len(shape.layers))]
-        num_fit = count_fitting(host_bytes, shape.layer_bytes, shape.num_experts)
+    def _reserve(self, device: Device, host_bytes: int, quotas: Sequence[int]) -> None:
+        """In the order of `fit_host`, whose sum is all that matters here."""
+        shape, layers = self.shape, range(len(self.shape.layers))
+        keys = [(layer, expert) for expert in range(shape.num_experts) for layer in reversed(layers)]
+        fitting = fit_host(host_bytes, shape.layer_bytes, shape.num_experts)
         reason = f"the limit is {host_bytes / GIB:.2f} GiB"
-        for key in keys[:num_fit]:
+        for layer, expert in keys[: sum(fitting)]:
             try:
-                self._blocks[key] = HostBlock(shape.layouts[key[0]].numel, shape.dtype, device)
+                block = HostBlock(shape.layouts[layer].numel, shape.dtype, device)
             except MemoryError as error:
                 reason = f"the system refused more: {error}"
                 break
-        rest = keys[len(self._blocks) :]
-        if rest:
-            self._stay_on_disk(rest, reason, device)
+            self._blocks[layer].append(block)
+            self.held[layer][expert] = block
+        if self.num_in_memory < len(keys):
+            self._stay_on_disk(keys, reason, device, self.num_on_disk(quotas))
 
-    def _stay_on_disk(self, keys: list[tuple[int, int]], reason: str, device: Device) -> None:
-        total = len(keys) + len(self._blocks)
-        sizes, all_keys = self.shape.layer_bytes, [*self._blocks, *keys]
-        locked, wanted = (sum(sizes[layer] for layer, _ in some) / GIB for some in (self._blocks, all_keys))
+    def _stay_on_disk(self, keys: list[tuple[int, int]], reason: str, device: Device, num_left: int) -> None:
+        """`num_left`: so many have no room on the device either."""
+        sizes, num_rest = self.shape.layer_bytes, len(keys) - self.num_in_memory
+        locked = sum(size * len(blocks) for size, blocks in zip(sizes, self._blocks)) / GIB
+        wanted = sum(sizes) * self.shape.num_experts / GIB
         figures = f"{locked:.2f} of {wanted:.2f} GiB of experts are in locked host memory ({reason})"
         remedy = f"give expert_host_gb={-(-wanted * 100 // 1) / 100} (and a machine that has it)"
         if self._checkpoint is None:
@@ -168,8 +188,12 @@ class ExpertStore:
                 f"{figures}, and experts in a GGUF file cannot be read from disk as they are needed: {remedy}, or use "
                 "the model's safetensors"
             )
-        logger.warning("%s; the other %d of %d are read from disk when they are needed, which is slow: %s",
-                       figures, len(keys), total, remedy)  # fmt: skip
+        figures += f"; the other {num_rest} of {len(keys)} are read from disk "
+        if num_left == 0:
+            logger.info("%sonce: host and device together hold all", figures)
+        else:
+            logger.warning("%swhen they are needed, which is slow, but for %d that the device has room for: %s",
+                           figures, num_rest - num_left, remedy)  # fmt: skip
         self._files = {key: _File() for key in keys}
         size = min(CHUNK_BYTES // self.shape.dtype.itemsize, self.shape.numel)
         try:
@@ -190,17 +214,20 @@ class ExpertStore:
         return places
 
     def _expert_places(self, layer: int, expert: int) -> list[Place]:
-        layout, block = self.shape.layouts[layer], self._blocks.get((layer, expert))
+        layout, block = self.shape.layouts[layer], self.held[layer].get(expert)
+        copies: list[torch.Tensor | Piece | None] = [None] * 3
         if block is not None:
             gate_up, down = self.shape.views(block.tensor, layer)
             targets = zip(layout.parts, (*gate_up.split(layout.intermediate), down))
-            return [as_place(target, self.shape.shard(layer, part)) for part, target in targets]
+            copies = [as_place(target, self.shape.shard(layer, part)) for part, target in targets]
+        if not self._files:
+            return [copy for copy in copies if copy is not None]
         places: list[Place] = []
-        for part, size in layout.parts.items():
+        for (part, size), copy in zip(layout.parts.items(), copies):
             shard, whole = self.shape.shard(layer, part), list(size)
             if shard is not None:
                 whole[shard.dim] = shard.total
-            places.append(OnDisk(tuple(whole), partial(self._remember, (layer, expert), part)))
+            places.append(OnDisk(tuple(whole), partial(self._remember, (layer, expert), part), copy))
         return places
 
     def _remember(self, key: tuple[int, int], part: str, name: str) -> None:
@@ -217,26 +244,41 @@ class ExpertStore:
             self._raw = self._raw if len(self._raw) >= size else torch.empty(size, dtype=torch.uint8)
 
     @property
-    def num_in_memory(self) -> int:
-        return len(self._blocks)
+    def num_blocks(self) -> list[int]:
+        return [len(blocks) for blocks in self._blocks]
 
     @property
-    def num_on_disk(self) -> int:
-        return len(self._files)
+    def num_in_memory(self) -> int:
+        return sum(self.num_blocks)
+
+    def num_on_disk(self, quotas: Sequence[int]) -> int:
+        """Experts that neither host memory nor the cached slots have room for."""
+        return sum(max(self.shape.num_experts - blocks - quota, 0) for blocks, quota in zip(self.num_blocks, quotas))
 
     def in_memory(self, layer: int, expert: int) -> bool:
-        return (layer, expert) in self._blocks
+        return expert in self.held[layer]
 
     def block(self, layer: int, expert: int) -> torch.Tensor:
-        return self._blocks[layer, expert].tensor
+        if self._saved is not None:
+            self._stream.wait(self._saved)
+        return self.held[layer][expert].tensor
 
     def any_block(self) -> torch.Tensor | None:
-        return next((block.tensor for block in self._blocks.values()), None)
+        return next((block.tensor for blocks in self._blocks for block in blocks), None)
+
+    def save(self, layer: int, expert: int, instead: int | None, memory: torch.Tensor) -> None:
+        """Queues the copy of a whole expert from `memory`, a slot, to the block of another one of its layer. The block
+        belongs to neither until the copy is queued; None: to one that an interrupt left so."""
+        held = self.held[layer]
+        block = (set(self._blocks[layer]) - set(held.values())).pop() if instead is None else held.pop(instead)
+        self._stream.copy(block.tensor, memory[: len(block.tensor)])
+        self._saved = self._stream.mark_copies()
+        held[expert] = block
 
     def send(self, layer: int, expert: int, start: int, stop: int, memory: torch.Tensor) -> None:
         """Queues the copy of numbers start..stop of an expert to the same place in `memory`."""
-        if (layer, expert) in self._blocks:
-            self._stream.copy(memory[start:stop], self._blocks[layer, expert].tensor[start:stop])
+        if expert in self.held[layer]:
+            self._stream.copy(memory[start:stop], self.held[layer][expert].tensor[start:stop])
             return
         file = self._files[layer, expert]
         assert len(file.parts) == 3, "the loader has told where it is"
@@ -304,10 +346,10 @@ class ExpertStore:
 
     def close(self) -> None:
         """Copies must have ended: memory is unlocked here."""
-        for block in [*self._blocks.values(), *(chunk.block for chunk in self._chunks)]:
+        for block in [*chain(*self._blocks), *(chunk.block for chunk in self._chunks)]:
             block.close()
-        self._blocks.clear()
-        self._chunks.clear()
+        for memory in (*self._blocks, *self.held, self._chunks):
+            memory.clear()
         while self._open:
             os.close(self._open.popitem()[1])
 

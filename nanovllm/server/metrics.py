@@ -96,14 +96,14 @@ class EngineCollector:
 
     def _experts(self, stats: ExpertStats) -> Iterator[Any]:
         """An expert that is not on the device is looked for in host memory, then on disk. vLLM does not count that."""
-        host_misses, host_bytes = stats.disk_misses, stats.bytes_copied - stats.disk_bytes_copied
+        host_misses, host_bytes = stats.disk_misses, stats.bytes_copied - stats.bytes_from_disk
         counters = {
             "expert_hits": ("Experts that a layer chose, by the tier where they were found",
                             {"device": stats.hits, "host": stats.misses - host_misses, "disk": host_misses}),
             "expert_misses": ("Experts that were looked for in a tier and not there",
                               {"device": stats.misses, "host": host_misses, "disk": 0}),
             "expert_loaded_bytes": ("Bytes of experts copied to the device, by the tier they came from",
-                                    {"host": host_bytes, "disk": stats.disk_bytes_copied}),
+                                    {"host": host_bytes, "disk": stats.bytes_from_disk}),
         }  # fmt: skip
         for name, (text, values) in counters.items():
             metric = CounterMetricFamily(f"nanovllm:{name}", text, labels=(*LABELS, "tier"))

@@ -31,14 +31,6 @@ DUMMY_RANGE = 1e-3  # uniform in +-1e-3, as vLLM's dummy loader draws, so that f
 
 
 @dataclass(frozen=True)
-class OnDisk:
-    """A tensor that stays in its file: that it is there in this shape is proved, then its owner is told its name."""
-
-    shape: tuple[int, ...]
-    remember: Callable[[str], None]
-
-
-@dataclass(frozen=True)
 class Piece:
     """Filled with a part of a tensor: only that part is read."""
 
@@ -51,6 +43,16 @@ class Piece:
         shape = list(self.target.shape)
         shape[self.shard.dim] = self.shard.total
         return tuple(shape)
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A tensor that stays in its file: that it is there in this shape is proved, then its owner is told its name.
+    `copy`: a place that is filled with it all the same, and may hold something else later."""
+
+    shape: tuple[int, ...]
+    remember: Callable[[str], None]
+    copy: torch.Tensor | Piece | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def load_weights(
     for name, place in tqdm(found.items(), desc="loading weights", unit="tensor", disable=None, leave=False):
         if isinstance(place, OnDisk):
             place.remember(name)
-        elif isinstance(place, Piece):
+            place = place.copy
+        if isinstance(place, Piece):
             place.target.copy_(checkpoint.read_piece(name, place.shard.dim, place.shard.start, place.shard.length))
         elif isinstance(place, torch.Tensor):
             place.copy_(checkpoint.read(name))
@@ -142,7 +145,7 @@ def _all_places(model: nn.Module, places: Places | None) -> dict[str, Mapping[st
     return {**found, **(places or {})}
 
 
-def as_place(target: torch.Tensor, shard: Shard | None) -> Place:
+def as_place(target: torch.Tensor, shard: Shard | None) -> torch.Tensor | Piece:
     """A place for the shard of a tensor. A bias has no columns to split; padding (of a vocabulary) is zero."""
     if shard is None or shard.dim >= target.dim() or shard.length == shard.total == target.shape[shard.dim]:
         return target

@@ -40,14 +40,31 @@ def test_mixtral_on_11_gb(run: Run) -> None:
     assert places["expert slots, cached", "GPU"] == ["12 (0 or 1 a layer)", "3.94"]
     assert places["expert slots, streaming", "GPU"] == ["4", "1.31"]
     assert places["experts", "host"] == ["170", "55.78"]
-    assert places["experts", "disk"] == ["86", "28.22"]
+    assert places["experts", "slots only"] == ["12", "3.94"]
+    assert places["experts", "disk"] == ["74", "24.28"]
     assert places["KV cache", "GPU"][0].endswith(" tokens")
     for text in ("what goes where: offload", "longest context: 32768", "PCIe 3 x16 12 or PCIe 4 x16 25", "disk: 3 GB/s",
-                 "86 are read from disk", "settings:"):  # fmt: skip
+                 "74 are read from disk each time", "settings:"):  # fmt: skip
         assert text in result.out, result.out
-    speeds = {row[0]: row[1] for row in rows if len(row) == 3}
+    speeds = {row[0]: row[1:] for row in rows if row[0] in ("1", "16")}
     assert set(speeds) == {"1", "16"}
-    assert all(re.fullmatch(r"[\d.]+ to [\d.]+", value) for value in speeds.values())
+    assert all(re.fullmatch(r"[\d.]+ to [\d.]+", value) for row in speeds.values() for value in row)
+    assert speeds["1"][2] == "3.53 to 6.52"  # GB from disk
+
+
+def test_mixtral_on_80_gb_with_a_host_of_64(run: Run) -> None:
+    """Together they hold all experts, though neither does: the bound is that of the link, not of the disk."""
+    args = ("--model", MIXTRAL, "--gpu-memory-gb", 80, "--host-memory-gb", 64)
+    out, record = run("plan", *args).out, plan_json(run, *args)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+    assert ["experts", "host", "170", "55.78"] in rows
+    assert ["experts", "slots only", "86", "28.22"] in rows
+    assert ["experts", "disk", "0", "0.00"] in rows
+    assert "86 more have a place on the GPU alone and are read from disk once" in out
+    assert "each time they are missing" not in out
+    low, high = record["speeds"]["1"]["low"], record["speeds"]["1"]["high"]
+    assert low["disk_bytes"] == high["disk_bytes"] == 0
+    assert 3.2 < low["tokens_per_second"] < 3.5 < 7.6 < high["tokens_per_second"]
 
 
 def test_the_settings_are_a_command_that_parses(run: Run) -> None:
@@ -76,7 +93,8 @@ def test_json(run: Run, tmp_path: Path) -> None:
     assert record["gpu_bytes"] == 11 * GIB
     tiers = record["tiers"]
     assert (tiers["num_cached"], tiers["num_streaming"], tiers["num_slots"]) == (12, 4, 16)
-    assert (tiers["host_experts"], tiers["disk_experts"], sum(tiers["quotas"])) == (170, 86, 12)
+    assert (tiers["host_experts"], tiers["disk_experts"], sum(tiers["quotas"])) == (170, 74, 12)
+    assert tiers["lone_experts"] == 12
     assert tiers["expert_bytes"] == 352_321_536
     low, high = record["speeds"]["1"]["low"], record["speeds"]["1"]["high"]
     assert low["tokens_per_second"] < high["tokens_per_second"]

@@ -58,7 +58,8 @@ class Interrupt:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[LLM]:
-    """One engine that is interrupted again and again: half of the experts on disk, guesses of a third of an expert."""
+    """One engine that is interrupted again and again: half of the experts not in host memory, guesses of a third of an
+    expert."""
     options = partial(OffloadOptions, piece_bytes=EXPERT_BYTES // 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_memory, "OffloadOptions", options)
@@ -144,6 +145,9 @@ def drive(cache: ExpertCache, calls: list[tuple[int, list[int]]]) -> None:
     for layer, experts in calls:
         for wave in cache.select(layer, dict.fromkeys(experts, 1)).waves:
             for expert, slot in wave:
+                if cache.content(slot) != (layer, expert) and (moved := cache.rescue(slot)):
+                    cache.held[moved[0]].discard(moved[2])
+                    cache.held[moved[0]].add(moved[1])
                 cache.begin(layer, expert, slot)
                 cache.copied(slot, 1)
         cache.adopt(layer)
@@ -169,6 +173,7 @@ def test_decisions_interrupted_at_every_line() -> None:
     while num_lines >= stop_at:
         num_lines, stop_at = 0, stop_at + 1
         cache = ExpertCache(2, 5, 2, 3, 3)
+        cache.held, cache.num_blocks = [{0, 1, 2}, {0, 1, 2}], [3, 3]
         sys.settrace(trace)
         try:
             drive(cache, calls)
@@ -178,6 +183,7 @@ def test_decisions_interrupted_at_every_line() -> None:
             sys.settrace(None)
         drive(cache, calls[::-1])
         assert_consistent(cache)
+        assert [len(held) for held in cache.held] == [3, 3]
     assert stop_at > 1000
 
 
@@ -187,12 +193,12 @@ import torch
 torch.set_num_threads(1)
 from nanovllm import LLM, SamplingParams
 
-folder, cache_gb, prompts = sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3])
+folder, cache_gb, host_gb, prompts = sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), json.loads(sys.argv[4])
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 def serve(rounds):
     llm = LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, num_kvcache_blocks=32,
-              max_num_batched_tokens=64, expert_cache_gb=cache_gb, expert_host_gb=0)
+              max_num_batched_tokens=64, expert_cache_gb=cache_gb, expert_host_gb=host_gb)
     for _ in range(rounds):
         found = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
     return found
@@ -223,13 +229,18 @@ print(json.dumps({"held": held, "models": models, "tokens": serve(1), "pid": os.
 """
 
 
-def test_killed_in_the_middle_of_a_copy(tmp_path: Path, wanted: list[list[int]]) -> None:
-    """Five times, loading or serving from disk: it holds no file that it could leave behind, and the next one runs."""
+@pytest.mark.parametrize(("num_slots", "in_host"), [(2, 0), (9, 27)])
+def test_killed_in_the_middle_of_a_copy(
+    num_slots: int, in_host: int, tmp_path: Path, wanted: list[list[int]]
+) -> None:
+    """Five times, loading or serving from disk, or while experts change places between slots and host memory: it holds
+    no file that it could leave behind, and the next one runs."""
     home = tmp_path / "home"
     home.mkdir()
     before = set(os.listdir("/dev/shm"))
     env = {**os.environ, "TMPDIR": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", SERVE_AND_DIE, str(TRAINED), str(gb(2)), json.dumps(PROMPTS)]
+    room = [str(gb(num_slots)), str(gb(in_host))]
+    words = [sys.executable, "-c", SERVE_AND_DIE, str(TRAINED), *room, json.dumps(PROMPTS)]
     done = subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

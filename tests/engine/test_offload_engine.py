@@ -165,7 +165,8 @@ def test_policies_and_tiers(
         options = {"expert_policy": policy, "expert_prefetch": prefetch, "expert_host_gb": model.gb(in_host)}
         with make(model.path, expert_cache_gb=model.gb(9), **options) as llm:
             experts = llm.engine.describe()["runs_on"]["experts"]
-            assert (experts["in_host_memory"], experts["on_disk"]) == (in_host, model.num_experts - in_host)
+            kept = 0 if policy == "none" or host == "memory" else experts["cached_slots"]
+            assert (experts["in_host_memory"], experts["on_disk"]) == (in_host, model.num_experts - in_host - kept)
             assert (experts["policy"], experts["prefetch"]) == (policy, prefetch)
             assert said(llm) == resident(name)
 
@@ -229,6 +230,30 @@ def test_misses_on_the_cpu_are_close(
             assert tokens == wanted_tokens
             for a, b in zip(logprobs, wanted_logprobs):
                 assert [e.logprob for e in a.values()] == pytest.approx([e.logprob for e in b.values()], abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_read_from_disk_once_device_and_host_hold_all(
+    name: str, policy: str, facts: Find, resident: Resident, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly as much room as there are experts, however it is shared out. Each expert without host memory is read at
+    most until the cached slots are full; the second round of requests reads nothing."""
+    model, ring, misses = facts(name), 4, []
+    for in_host in (model.num_experts - 1, 2 * model.num_experts // 3, model.num_experts // 3, 1):
+        cached = model.num_experts - in_host
+        room = {"expert_cache_gb": model.gb(cached + ring), "expert_host_gb": model.gb(in_host)}
+        with make(model.path, expert_policy=policy, **room) as llm:
+            assert slots_of(llm) == (cached, ring)
+            assert said(llm) == resident(name)
+            store, reads = llm.engine.executor.offload.store, []
+            monkeypatch.setattr(store, "_read", lambda *args, reads=reads: reads.append(args))
+            first = llm.engine.executor.expert_stats()
+            said(llm)
+            since = llm.engine.executor.expert_stats() - first
+            misses.append(since.misses)
+            assert len(reads) == since.bytes_from_disk == 0, in_host
+    assert misses[0] > 0
 
 
 def test_experts_on_disk_that_are_misread_would_show(facts: Find, resident: Resident) -> None:

@@ -36,6 +36,7 @@ from nanovllm.moe import store as store_module
 from nanovllm.moe.cache import Routing
 from nanovllm.moe.offload import GUESS_LAYERS, Offload, OffloadOptions
 from nanovllm.ops.opset import Ops, choose_ops
+from tests.moe.offload_rig import ReferenceFiles, fill_places
 
 VARIANTS = {"none": ("none", False), "lru": ("lru", False), "lfu": ("lfu", False), "lfu + prefetch": ("lfu", True)}
 
@@ -48,9 +49,9 @@ class Case:
     hidden: int
     dtype: torch.dtype
 
-    def offload(self, options: OffloadOptions) -> Offload:
+    def offload(self, options: OffloadOptions, files: ReferenceFiles | None = None) -> Offload:
         build = Build(self.dtype, self.device.torch_device, self.ops, Parallel())
-        return Offload(self.moe, self.hidden, build, self.device, options)
+        return Offload(self.moe, self.hidden, build, self.device, options, files)  # type: ignore[arg-type]
 
 
 def fill(offload: Offload, device: Device) -> None:
@@ -59,16 +60,33 @@ def fill(offload: Offload, device: Device) -> None:
             place.copy_(torch.empty(place.shape, dtype=place.dtype, device=device.torch_device).uniform_(-1e-2, 1e-2))
 
 
+def draw_files(case: Case) -> ReferenceFiles:
+    files, (hidden, size) = ReferenceFiles(), (case.hidden, case.moe.intermediate_size)
+    for layer in range(len(case.moe.layers)):
+        for expert in range(case.moe.num_experts):
+            for part, shape in (("gate", (size, hidden)), ("up", (size, hidden)), ("down", (hidden, size))):
+                files.tensors[f"{layer}.{expert}.{part}"] = torch.empty(shape, dtype=case.dtype).uniform_(-1e-2, 1e-2)
+    return files
+
+
 def check_bits(case: Case) -> int:
-    """Random steps against all-resident, for every policy, several sizes of the cache. Number of calls compared."""
+    """Random steps against all-resident, for every policy, several sizes of the cache, with room for all experts in
+    host memory and for half of them. Number of calls compared."""
     where, num = case.device.torch_device, 0
+    files, experts = draw_files(case), range(case.moe.num_experts)
+    half = 3 * case.hidden * case.moe.intermediate_size * case.dtype.itemsize * len(experts) * len(case.moe.layers) // 2
+    blocks = [
+        torch.stack([
+            torch.cat([files.tensors[f"{layer}.{e}.{part}"].flatten() for part in ("gate", "up", "down")])
+            for e in experts
+        ]).to(where)
+        for layer in range(len(case.moe.layers))
+    ]  # fmt: skip
     for number, (policy, prefetch) in enumerate(VARIANTS.values()):
-        for cached, streaming in ((0, 2), (3, 4), (16, 3)):
-            options = OffloadOptions(cached, streaming, policy, prefetch, piece_bytes=1 << 14)
-            offload = case.offload(options)
-            fill(offload, case.device)
-            blocks = [torch.stack([offload.store.block(layer, e) for e in range(case.moe.num_experts)]).to(where)
-                      for layer in range(len(case.moe.layers))]  # fmt: skip
+        for cached, streaming, host_bytes in ((0, 2, None), (3, 4, None), (16, 3, None), (3, 4, half), (9, 3, half)):
+            options = OffloadOptions(cached, streaming, policy, prefetch, False, host_bytes, piece_bytes=1 << 14)
+            offload = case.offload(options, files)
+            fill_places(offload.store, files)
             gates = [torch.randn(case.moe.num_experts, case.hidden, device=where).to(case.dtype) for _ in blocks]
             offload.watch_gates(gates)
             for num_tokens in (40, 1, 1, 2, 1, 7, 130, 1, 1, 1):
@@ -82,6 +100,8 @@ def check_bits(case: Case) -> int:
                         raise SystemExit(f"{policy}, {cached} + {streaming} slots, {num_tokens} tokens: other bits")
                     num += 1
                     x = out * 50
+            if cached == 9 and policy != "none" and offload.stats().bytes_saved == 0:
+                raise SystemExit(f"{policy}: nothing went back to host memory")
             offload.close()
             torch.manual_seed(number)
     return num
@@ -167,12 +187,13 @@ def open_stack(case: Case, options: OffloadOptions, source: Offload | None) -> O
         fill(offload, case.device)
         return offload
     reserve = store_module.ExpertStore._reserve
-    store_module.ExpertStore._reserve = lambda self, device, host_bytes: None  # type: ignore[method-assign]
+    store_module.ExpertStore._reserve = lambda self, device, host_bytes, quotas: None  # type: ignore[method-assign]
     try:
         offload = case.offload(options)
     finally:
         store_module.ExpertStore._reserve = reserve  # type: ignore[method-assign]
-    offload.store._blocks = source.store._blocks
+    offload.store._blocks, offload.store.held = source.store._blocks, source.store.held
+    offload.cache.held, offload.cache.num_blocks = source.store.held, source.store.num_blocks
     offload.idle = type(offload.idle)(offload.stream, source.idle._bandwidth, source.idle._piece_bytes)
     return offload
 
@@ -216,7 +237,7 @@ def run(case: Case, args: argparse.Namespace) -> list[dict[str, object]]:
             results.append({"cached": cached, "variant": name, **{k: round(v, 4) for k, v in found.items()}})
             if offload is not source:
                 offload.stream.synchronize()
-                offload.store._blocks = {}
+                offload.store._blocks, offload.store.held = [], []
                 offload.close()
             del offload
     if source is not None:

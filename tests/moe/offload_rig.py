@@ -14,7 +14,9 @@ from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
 from nanovllm.model_config import MoeConfig
 from nanovllm.moe.offload import Offload, OffloadOptions
+from nanovllm.moe.store import ExpertStore
 from nanovllm.ops.opset import PLAIN, Ops
+from nanovllm.weights.loader import OnDisk
 
 CPU = Device(torch.device("cpu"))
 HIDDEN, SIZE = 32, 32
@@ -103,6 +105,7 @@ class Rig:
     moe: MoeConfig
     reference: list[tuple[torch.Tensor, torch.Tensor]]  # gate_up and down of every layer
     gates: list[torch.Tensor]
+    files: ReferenceFiles
 
     def layer(self, number: int):
         return self.offload.experts(number, self.moe, HIDDEN, None)
@@ -121,6 +124,24 @@ def checked_ops(stream: CopyStream) -> Ops:
     return replace(PLAIN, expert_pairs=expert_pairs)
 
 
+class ReferenceFiles:
+    """Stands for the model's files: what `expert.part` of a layer is called, and the numbers under that name."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.num_reads = 0
+
+    def names(self) -> list[str]:
+        return []
+
+    def location(self, name: str) -> None:
+        return None  # read through `read`, as what has another layout
+
+    def read(self, name: str) -> torch.Tensor:
+        self.num_reads += 1
+        return self.tensors[name]
+
+
 def make_rig(
     num_layers: int, num_experts: int, top_k: int, options: OffloadOptions, dtype: torch.dtype = torch.float32,
     lazy: bool = True, num_pieces: int = 0, checkpoint=None,
@@ -128,7 +149,8 @@ def make_rig(
     moe = MoeConfig(num_experts, top_k, SIZE, True, (True,) * num_layers)
     stream = LazyStream() if lazy else CountingStream()
     build = Build(dtype, CPU.torch_device, checked_ops(stream), Parallel())
-    offload = Offload(moe, HIDDEN, build, CPU, options, checkpoint, stream)
+    files = ReferenceFiles()
+    offload = Offload(moe, HIDDEN, build, CPU, options, checkpoint or files, stream)
     stream.slot_bytes = offload.shape.num_bytes
     offload.idle = FixedIdle(num_pieces)
     generator = torch.Generator().manual_seed(1)
@@ -136,12 +158,27 @@ def make_rig(
     reference = [tuple(torch.randn(s, generator=generator).to(dtype) for s in shapes) for _ in range(num_layers)]
     for layer, (gate_up, down) in enumerate(reference):
         for expert in range(num_experts):
-            if offload.store.in_memory(layer, expert):
-                for place, part in zip(offload.shape.views(offload.store.block(layer, expert), layer), (gate_up, down)):
-                    place.copy_(part[expert])
+            for part, numbers in zip(("gate", "up", "down"), (*gate_up[expert].split(SIZE), down[expert])):
+                files.tensors[f"{layer}.{expert}.{part}"] = numbers
+    if checkpoint is None:
+        fill_places(offload.store, files)
     gates = [torch.randn(num_experts, HIDDEN, generator=generator).to(dtype) for _ in range(num_layers)]
     offload.watch_gates(gates)
-    return Rig(offload, stream, moe, reference, gates)
+    return Rig(offload, stream, moe, reference, gates, files)
+
+
+def fill_places(store: ExpertStore, checkpoint) -> None:
+    """What the loader does. Tensors are called `layer.expert.part`."""
+    for target, parts in store.places().items():
+        layer = int(target.split(".")[1])
+        for part, place in parts.items():
+            expert, which = part.split(".") if "." in part else (part, "down")
+            name = f"{layer}.{expert}.{which}"
+            if isinstance(place, OnDisk):
+                place.remember(name)
+                place = place.copy
+            if place is not None:
+                place.copy_(checkpoint.read(name))
 
 
 def random_call(rig: Rig, num_tokens: int, generator: torch.Generator, spread: int | None = None):

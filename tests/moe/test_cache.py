@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import islice
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from itertools import chain, islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from nanovllm.errors import ConfigError
 from nanovllm.moe.cache import ExpertCache, ExpertStats, Routing, simulate_hit_rates
+from nanovllm.moe.sizing import spread
 
 
 def bring(cache: ExpertCache, layer: int, counts: dict[int, int]):
@@ -21,6 +25,25 @@ def bring(cache: ExpertCache, layer: int, counts: dict[int, int]):
             cache.copied(slot, cache.num_pieces)
     cache.adopt(layer)
     return selection
+
+
+def hold(cache: ExpertCache, experts: Sequence[Collection[int]]) -> Sequence[dict[int, None]]:
+    """These are in host memory, which has no room for more."""
+    cache.held, cache.num_blocks = [dict.fromkeys(some) for some in experts], [len(some) for some in experts]
+    return cache.held
+
+
+def save(cache: ExpertCache, moved: tuple[int, int, int | None]) -> None:
+    layer, expert, other = moved
+    held = cache.held[layer]
+    assert other in held
+    assert expert not in held
+    del held[other]
+    held[expert] = None
+
+
+def holds_now(cache: ExpertCache, slots: list[int]) -> set[tuple[int, int] | None]:
+    return {cache.content(slot) for slot in slots if cache._is_whole(slot)}
 
 
 def check(cache: ExpertCache) -> None:
@@ -42,6 +65,9 @@ def test_a_selection_never_overwrites_what_it_needs(data) -> None:
     policy = data.draw(st.sampled_from(["lfu", "lru", "none"]))
     num_cached = data.draw(st.integers(0, num_layers * num_experts))
     cache = ExpertCache(num_layers, num_experts, top_k, num_cached, num_streaming, policy, num_pieces=3)
+    blocks = [data.draw(st.integers(0, num_experts)) for _ in range(num_layers)]
+    hold(cache, [range(number) for number in blocks])
+    quotas = [len(owned) for owned in cache._owned]
     for _ in range(data.draw(st.integers(1, 12))):
         layer = data.draw(st.integers(0, num_layers - 1))
         experts = data.draw(st.sets(st.integers(0, num_experts - 1), min_size=1))
@@ -57,6 +83,11 @@ def test_a_selection_never_overwrites_what_it_needs(data) -> None:
             slots = in_use + [slot for other in window for _, slot in other]
             assert len(set(slots)) == len(slots)
             for expert, slot in wave:
+                if cache.content(slot) != (layer, expert) and (moved := cache.rescue(slot)):
+                    assert moved[:2] == cache.content(slot)
+                    kept = (layer, moved[2]) in holds_now(cache, cache._owned[layer])
+                    assert kept or moved[0] != layer or moved[2] not in experts, "this call may still need it"
+                    save(cache, moved)
                 held = cache.begin(layer, expert, slot)
                 if data.draw(st.integers(0, 9)):  # now and then a copy fails
                     cache.copied(slot, 3)
@@ -76,17 +107,19 @@ def test_a_selection_never_overwrites_what_it_needs(data) -> None:
         for expert, slot, upto in guesses:
             assert slot not in used
             assert not far or slot not in guessed or cache._slot_of[next_layer, expert] == slot
+            assert cache.content(slot) == (next_layer, expert) or cache.rescue(slot) is None
             held = cache.begin(next_layer, expert, slot)
             total += upto - held
             cache.copied(slot, upto, guess=True)
         assert total <= budget
         check(cache)
-        assert all(len(owned) == cache.quota(i) for i, owned in enumerate(cache._owned))
+        assert [len(owned) for owned in cache._owned] == quotas
+        assert [len(held) for held in cache.held] == blocks
 
 
 def test_quotas_are_even_and_earlier_layers_get_the_rest() -> None:
     cache = ExpertCache(4, 8, 2, num_cached=10, num_streaming=2)
-    assert [cache.quota(layer) for layer in range(4)] == [3, 3, 2, 2]
+    assert cache.quotas() == [3, 3, 2, 2]
     with pytest.raises(ConfigError, match=r"11 expert slots with 1 for streaming.*top_k=2"):
         ExpertCache(4, 8, 2, num_cached=10, num_streaming=1)
 
@@ -196,6 +229,118 @@ def test_hit_rates_of_a_single_sequence() -> None:
 
 def test_all_cached_means_all_hits() -> None:
     assert simulate_hit_rates([8], "lfu", num_tokens=400)[0] == pytest.approx(1.0, abs=0.01)
+
+
+# ---- host memory that cannot hold all --------------------------------------------------------------------------------
+
+
+def play(
+    cached: int, in_host: int, routing: Routing, exclusive: bool = True, policy: str = "lfu", disk_cost: float = 8.0,
+    num_layers: int = 2, num_tokens: int = 450,
+) -> Counter[str]:  # fmt: skip
+    """Experts that come from host memory and from disk and go back, in the last two thirds of a decode with a prompt
+    now and then. Not exclusive: host memory keeps the first ones of each layer for ever, whatever is on the device."""
+    cache = ExpertCache(num_layers, routing.num_experts, routing.top_k, cached, 2 * routing.top_k, policy)
+    cache.disk_cost = disk_cost
+    held = [range(number) for number in spread(in_host, num_layers)[::-1]]
+    if exclusive:
+        held = hold(cache, held)
+    moved: Counter[str] = Counter()
+    for number, choices in zip(range(num_tokens), routing.tokens(num_layers, seed=cached)):
+        if number == num_tokens // 3:
+            moved.clear()
+        for layer, experts in enumerate(choices):
+            counts = dict.fromkeys(range(routing.num_experts) if number % 50 == 0 else experts, 1)
+            for expert, slot in chain(*cache.select(layer, counts).waves):
+                if exclusive and cache.content(slot) != (layer, expert) and (out := cache.rescue(slot)):
+                    save(cache, out)
+                    moved["back"] += 1
+                if cache.begin(layer, expert, slot) < cache.num_pieces:
+                    moved["host" if expert in held[layer] else "disk"] += 1
+                    cache.copied(slot, cache.num_pieces)
+            cache.adopt(layer)
+    return moved
+
+
+ROUTINGS = {
+    "even": Routing(skew=0.0, drift=0.0, repeat=0.0), "skewed": Routing(), "very skewed": Routing(skew=1.5),
+    "drifting": Routing(skew=1.2, drift=0.1), "many": Routing(num_experts=24, top_k=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+def test_nothing_is_read_from_disk_if_slots_and_host_memory_hold_all(name: str, policy: str) -> None:
+    """With not one place more than there are experts. A third of the decode, with its prompts, fills the slots."""
+    total = 2 * ROUTINGS[name].num_experts
+    for cached in (1, total // 3, total // 2, 2 * total // 3, total - 1):
+        assert play(cached, total - cached, ROUTINGS[name], False, policy)["disk"] > 0 or cached == total - 1
+        assert play(cached, total - cached, ROUTINGS[name], True, policy)["disk"] == 0
+
+
+@pytest.mark.parametrize("disk_cost", [2.0, 8.0, 50.0])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_time_for_copies_is_never_more_than_with_fixed_blocks(name: str, disk_cost: float) -> None:
+    """In copies from host memory; a copy back counts as one. Two per cent for luck: with even choices and no cached
+    slot there is nothing to gain."""
+    total = 2 * ROUTINGS[name].num_experts
+    for cached, in_host in ((0, 0.6), (0.2, 0.3), (0.5, 0.3), (0.3, 0.7), (0.7, 0.7)):
+        args = int(cached * total), int(in_host * total), ROUTINGS[name]
+        fixed, moving = (play(*args, exclusive, disk_cost=disk_cost) for exclusive in (False, True))
+        before, after = (m["host"] + m["back"] + disk_cost * m["disk"] for m in (fixed, moving))
+        assert after <= 1.02 * before, (cached, in_host, fixed, moving)
+        assert moving["disk"] <= 1.02 * fixed["disk"]
+        if cached + in_host >= 1 and disk_cost >= 8:
+            assert after < before / 1.8, (cached, in_host, fixed, moving)
+            assert moving["back"] < moving["host"] / 4
+
+
+def test_the_table_of_the_docs_is_this_simulation() -> None:
+    text = (Path(__file__).parents[2] / "docs/moe.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:(\d+) and 64 GB .*)?(?:\| )+(even|skewed) \| ([\d., ]+) \| ([\d., ]+) \|$", text, re.M)
+    assert len(rows) == 6
+    cached = 0
+    for card, name, fixed, moving in rows:
+        cached = {"80": 43, "24": 11, "11": 3}.get(card, cached)  # of 64, as 174, 43 and 12 of 256
+        for said, exclusive in ((fixed, False), (moving, True)):
+            found = play(cached, 42, ROUTINGS[name], exclusive, num_layers=8, num_tokens=900)
+            names = ("host", "disk", "back") if exclusive else ("host", "disk")
+            assert [float(number) for number in said.split(",")] == [round(found[n] / 8 / 600, 2) for n in names]
+
+
+def test_with_room_for_all_in_host_memory_nothing_goes_back() -> None:
+    assert play(7, 16, Routing()).keys() == {"host"}
+
+
+def test_an_expert_that_is_nowhere_else_is_worth_more_in_its_slot() -> None:
+    """Two cached, one in a slot only. It goes for one that is chosen much more often and not before, and then to the
+    host, in place of the hotter one of those that stay."""
+    cache = ExpertCache(1, 4, 1, num_cached=2, num_streaming=1)
+    hold(cache, [(1, 2, 3)])
+    for expert in (0, *[1] * 9):
+        bring(cache, 0, {expert: 1})
+    kept = cache._owned[0]
+    bring(cache, 0, {2: 1})
+    bring(cache, 0, {2: 1})
+    assert cache._heat[0][2] > cache._heat[0][0] + 0.9
+    assert {cache.content(slot) for slot in kept} == {(0, 0), (0, 1)}, "a copy back costs more than that"
+    for _ in range(3):
+        bring(cache, 0, {2: 1})
+    (slot,) = cache._ring
+    assert cache.content(slot) == (0, 0)
+    assert cache.rescue(slot) == (0, 0, 1)
+    hold(cache, [(1, 0, 3)])
+    assert cache.rescue(slot) is None
+
+
+def test_a_disk_as_fast_as_the_link_is_not_avoided() -> None:
+    """What an expert costs that is read from disk is what it counts: none in host memory, all alike."""
+    cache = ExpertCache(1, 4, 1, num_cached=1, num_streaming=1)
+    hold(cache, [(1,)])
+    cache.disk_cost = 1.0
+    bring(cache, 0, {0: 1})
+    bring(cache, 0, {1: 1})
+    assert cache.content(cache._owned[0][0]) == (0, 1)
 
 
 def test_routing_is_skewed_and_has_distinct_choices() -> None:

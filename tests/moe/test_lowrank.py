@@ -15,7 +15,7 @@ from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.layer import resident_experts
 from nanovllm.moe.offload import Offload, OffloadOptions
-from nanovllm.moe.sizing import GIB, Memory, Wants, bytes_of_first, count_fitting, size_tiers
+from nanovllm.moe.sizing import GIB, Memory, Wants, fit_host, size_tiers, spread
 from nanovllm.ops.opset import PLAIN
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.expert_layout import ExpertLayout, layouts_of
@@ -136,15 +136,20 @@ def test_layouts_round_ranks_up_and_private_experts_are_dense() -> None:
 
 
 def test_host_memory_is_counted_expert_by_expert() -> None:
-    """The first experts of all layers, then the second ones: 10 + 1 + 5, three times."""
-    sizes = (10, 1, 5)
-    counts = [count_fitting(n, sizes, 3) for n in (0, 9, 10, 11, 15, 16, 25, 26, 27, 32, 47, 48, 1000)]
+    """One expert of each layer, from the last to the first, then another one of each: 10 + 1 + 5, three times."""
+    sizes = (5, 1, 10)
+    counts = [sum(fit_host(n, sizes, 3)) for n in (0, 9, 10, 11, 15, 16, 25, 26, 27, 32, 47, 48, 1000)]
     assert counts == [0, 0, 1, 2, 2, 3, 3, 4, 5, 6, 8, 9, 9]
-    assert [bytes_of_first(n, sizes) for n in (0, 1, 2, 3, 4, 9)] == [0, 10, 11, 16, 26, 48]
-    for num_bytes in range(60):
-        count = count_fitting(num_bytes, sizes, 3)
-        assert bytes_of_first(count, sizes) <= num_bytes
-        assert count == 9 or bytes_of_first(count + 1, sizes) > num_bytes
+    assert [fit_host(n, sizes, 3) for n in (10, 11, 27, 1000)] == [(0, 0, 1), (0, 1, 1), (1, 2, 2), (3, 3, 3)]
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 32])
+def test_slots_and_host_memory_hold_as_many_of_every_layer(num_layers: int) -> None:
+    """So that room for all experts is room for all of every layer, whatever remains where."""
+    total = 8 * num_layers
+    for num_slots in range(0, total + 1):
+        blocks = fit_host(total - num_slots, (1,) * num_layers, 8)
+        assert [a + b for a, b in zip(spread(num_slots, num_layers), blocks)] == [8] * num_layers
 
 
 def test_tiers_of_low_rank_experts() -> None:
@@ -162,6 +167,9 @@ def test_tiers_of_low_rank_experts() -> None:
     offload = size_tiers(Memory(16 * GIB, 20 * GIB), model, wants)
     assert offload.placement == "offload"
     assert offload.gpu_expert_bytes == offload.num_slots * model.expert_bytes
-    assert offload.host_bytes + offload.disk_bytes == model.all_experts_bytes
-    assert 0 < offload.host_experts < 256
-    assert offload.host_bytes == bytes_of_first(offload.host_experts, model.layer_bytes) <= 16 * GIB
+    blocks = fit_host(16 * GIB, model.layer_bytes, 8)
+    assert 0 < offload.host_experts == sum(blocks) < 256
+    assert offload.host_bytes == sum(a * b for a, b in zip(blocks, model.layer_bytes)) <= 16 * GIB
+    assert offload.held == tuple(min(a + b, 8) for a, b in zip(blocks, offload.quotas))
+    assert offload.disk_bytes == sum((8 - a) * b for a, b in zip(offload.held, model.layer_bytes))
+    assert offload.host_experts + offload.lone_experts + offload.disk_experts == 256

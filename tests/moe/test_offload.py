@@ -32,6 +32,7 @@ def cases(draw):
         policy=draw(st.sampled_from(["lfu", "lru", "none"])),
         prefetch=draw(st.booleans()),
         piece_bytes=draw(st.sampled_from([512, 1000, EXPERT_BYTES])),
+        host_bytes=draw(st.none() | st.integers(0, num_layers * num_experts).map(EXPERT_BYTES.__mul__)),
     )
     step = st.tuples(st.sampled_from([1, 1, 1, 2, 5, GUESS_TOKENS + 1]), st.integers(1, 8))
     steps = draw(st.lists(step, max_size=12))
@@ -68,7 +69,8 @@ def test_output_has_the_bits_of_resident_experts(case, dtype, lazy, num_pieces, 
             num_calls += 1
     assert rig.stream.num_downloads == num_calls
     stats = rig.offload.stats()
-    assert stats.bytes_copied == rig.stream.bytes_copied
+    assert stats.bytes_copied + stats.bytes_saved == rig.stream.bytes_copied
+    assert stats.bytes_from_disk <= stats.bytes_copied
     assert stats.tokens == 7 + sum(n for n, _ in steps)
     rig.offload.close()
 
@@ -203,6 +205,57 @@ def test_an_interrupted_step_leaves_the_truth_behind(error: type[BaseException])
                     break
                 assert torch.equal(out, rig.resident(layer, x, ids, weights))
         assert raised == 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_while_an_expert_goes_back_to_the_host(after: bool) -> None:
+    """Wherever it comes, the next steps are right, and soon nothing is read from disk again."""
+    num_raised = 0
+    for cut in range(1, 10):
+        rig = make_rig(2, 6, 2, OffloadOptions(8, 3, host_bytes=4 * EXPERT_BYTES, piece_bytes=EXPERT_BYTES))
+        generator, store = torch.Generator().manual_seed(cut), rig.offload.store
+        count, copy = 0, rig.stream.copy
+        blocks = {block.tensor.data_ptr() for held in store.held for block in held.values()}
+
+        def broken(target, source, cut=cut, copy=copy, blocks=blocks):
+            nonlocal count
+            count += target.data_ptr() in blocks
+            if count < cut or target.data_ptr() not in blocks or count > cut:
+                return copy(target, source)
+            if after:
+                copy(target, source)
+            raise KeyboardInterrupt
+
+        rig.stream.copy = broken
+        for step in range(60):
+            if step == 40:  # the prompt of this step reads again what was lost
+                rig.stream.copy = copy
+            if step == 50:
+                num_reads = rig.files.num_reads
+            for layer in range(2):
+                x, ids, weights = random_call(rig, 9 if step % 10 == 0 else 1, generator)
+                try:
+                    out = rig.layer(layer)(x, ids, weights)
+                except KeyboardInterrupt:
+                    num_raised += 1
+                    break
+                assert torch.equal(out, rig.resident(layer, x, ids, weights))
+        assert rig.files.num_reads == num_reads
+        assert [len(held) for held in store.held] == [2, 2]
+    assert num_raised >= 4
+
+
+def test_the_cpu_computes_what_has_just_come_back() -> None:
+    """With cpu_misses a block is read by the CPU, which must wait for a copy that is still to fill it."""
+    rig = make_rig(1, 6, 2, OffloadOptions(3, 2, host_bytes=3 * EXPERT_BYTES, cpu_misses=True))
+    generator = torch.Generator().manual_seed(3)
+    for step in range(240):
+        x, ids, weights = random_call(rig, 1, generator, spread=3)
+        ids = (ids + step // 40) % 6  # now these three, now others
+        out = rig.layer(0)(x, ids, weights)
+        torch.testing.assert_close(out, rig.resident(0, x, ids, weights), rtol=1e-4, atol=1e-4)
+    stats = rig.offload.stats()
+    assert min(stats.bytes_saved, stats.computed_on_cpu) > 0
 
 
 def test_an_error_in_a_kernel_still_marks_the_use(monkeypatch) -> None:

@@ -322,12 +322,34 @@ def on_host(host_bytes: int, host_gb: float | None = None) -> Tiers:
 def test_host_and_disk() -> None:
     size = MIXTRAL.expert_bytes
     assert on_host(64 * GIB).host_experts == 56 * GIB // size == 170  # an eighth is left to others
-    assert on_host(64 * GIB).disk_experts == 86
+    assert (on_host(64 * GIB).lone_experts, on_host(64 * GIB).disk_experts) == (12, 74)  # 12 cached slots
     assert on_host(16 * GIB).host_experts == 12 * GIB // size  # at least 4 GiB
     assert on_host(2 * GIB).host_experts == 0
     assert (on_host(96 * GIB).host_experts, on_host(96 * GIB).notes) == (256, ())  # 84 of 96: just enough
     assert on_host(96 * GIB - 8).host_experts == 255
-    assert "1 are read from disk" in on_host(96 * GIB - 8).notes[0]
+    assert on_host(96 * GIB - 8).disk_experts == 0
+    assert "1 more have a place on the GPU alone and are read from disk once" in on_host(96 * GIB - 8).notes[0]
+    assert "missing" not in on_host(96 * GIB - 8).notes[0]
+    assert "12 more have" in on_host(64 * GIB).notes[0]
+    assert "74 are read from disk each time they are missing" in on_host(64 * GIB).notes[0]
+
+
+def test_a_card_and_a_host_that_hold_all_experts_together_read_no_disk() -> None:
+    """80 GB and 64: 0.99 to 2.0 tok/s while the two held the same experts, with a third of the misses on disk."""
+    wants = Wants(max_model_len=32768, max_num_batched_tokens=16384, max_num_seqs=16)
+    tiers = size_tiers(Memory(80 * GIB, 64 * GIB), MIXTRAL, wants)
+    assert tiers.num_cached + tiers.host_experts > 256 > max(tiers.num_cached, tiers.host_experts)
+    assert (tiers.lone_experts, tiers.disk_experts, tiers.disk_bytes, tiers.held) == (86, 0, 0, (8,) * 32)
+    for links, even in ((Links(25e9, 3e9, 1e30), 3.5), (Links(55e9, 3e9, 1e30), 7.6)):
+        speed = predict(MIXTRAL, tiers, links, 1, skewed=False, overlap=False)
+        assert speed.tokens_per_second == pytest.approx(even, rel=0.05)
+        assert speed.disk_bytes == 0
+    less = size_tiers(Memory(80 * GIB, 24 * GIB), MIXTRAL, wants)
+    even = predict(MIXTRAL, less, Links(25e9, 3e9, 1e30), 1, skewed=False, overlap=False)
+    assert less.disk_experts == 256 - less.num_cached - less.host_experts > 0
+    assert even.disk_bytes == pytest.approx(64 * less.disk_experts / 256 * MIXTRAL.expert_bytes)
+    seconds = (even.copied_bytes - even.disk_bytes) / 25e9 + even.disk_bytes / 3e9
+    assert even.tokens_per_second == pytest.approx(1 / seconds)
 
 
 def test_expert_host_gb() -> None:

@@ -14,9 +14,8 @@ from nanovllm.hardware import pinned
 from nanovllm.moe import store as store_module
 from nanovllm.moe.offload import OffloadOptions
 from nanovllm.moe.store import ExpertShape, ExpertStore
-from nanovllm.weights.loader import OnDisk
 from nanovllm.weights.safetensors_folder import SafetensorsFolder
-from tests.moe.offload_rig import CPU, HIDDEN, SIZE, LazyStream, make_rig, random_call
+from tests.moe.offload_rig import CPU, HIDDEN, SIZE, LazyStream, fill_places, make_rig, random_call
 
 LAYERS, EXPERTS = 2, 3
 EXPERT_BYTES = 3 * HIDDEN * SIZE * 4
@@ -39,24 +38,12 @@ def write_model(folder, dtype=torch.float32):
     return SafetensorsFolder(folder)
 
 
-def fill(store: ExpertStore, checkpoint) -> None:
-    """What the loader does."""
-    for target, parts in store.places().items():
-        layer = int(target.split(".")[1])
-        for part, place in parts.items():
-            expert, which = part.split(".") if "." in part else (part, "down")
-            name = f"{layer}.{expert}.{which}"
-            if isinstance(place, OnDisk):
-                assert place.shape == checkpoint.shape(name)
-                place.remember(name)
-            else:
-                place.copy_(checkpoint.read(name))
-
-
-def make_store(checkpoint, num_in_memory: int, dtype=torch.float32) -> tuple[ExpertStore, LazyStream]:
+def make_store(
+    checkpoint, num_in_memory: int, dtype=torch.float32, quotas: tuple[int, ...] = ()
+) -> tuple[ExpertStore, LazyStream]:
     shape = ExpertShape.dense(tuple(range(LAYERS)), EXPERTS, HIDDEN, SIZE, dtype)
     stream = LazyStream()
-    return ExpertStore(shape, CPU, stream, checkpoint, num_in_memory * shape.num_bytes + 1), stream
+    return ExpertStore(shape, CPU, stream, checkpoint, num_in_memory * shape.num_bytes + 1, quotas), stream
 
 
 @pytest.mark.parametrize("num_in_memory", [0, 1, 5, 6])
@@ -65,7 +52,7 @@ def test_both_tiers_give_the_same_bytes(tmp_path, small_chunks, num_in_memory: i
     """The files are in float32: bf16 is converted on the way, in memory by the loader, from disk by the store."""
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, num_in_memory, dtype)
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     assert sum(store.in_memory(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)) == num_in_memory
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
@@ -85,12 +72,56 @@ def test_every_layer_has_the_same_share_on_disk(tmp_path) -> None:
     assert [[store.in_memory(layer, expert) for expert in range(EXPERTS)] for layer in range(LAYERS)] == [
         [True, True, False], [True, True, False]
     ]  # fmt: skip
+    uneven, _ = make_store(write_model(tmp_path), 3)  # the first layers may have one more slot: the last get the block
+    assert [list(held) for held in uneven.held] == [[0], [0, 1]]
+    assert [uneven.num_on_disk(quotas) for quotas in ((0, 0), (1, 0), (2, 1), (0, 3), (3, 3))] == [3, 2, 0, 2, 0]
+
+
+def test_a_block_is_given_to_another_expert_behind_the_copies_that_read_it(tmp_path, small_chunks) -> None:
+    checkpoint = write_model(tmp_path)
+    store, stream = make_store(checkpoint, 4)
+    fill_places(store, checkpoint)
+    wanted = [
+        torch.cat([checkpoint.read(f"1.{e}.{part}").flatten() for part in ("gate", "up", "down")]) for e in range(3)
+    ]
+    slots, num_bytes = torch.full((3, store.shape.numel), float("nan")), store.shape.numel
+    for expert in (2, 1):
+        store.send(1, expert, 0, num_bytes, slots[expert])
+    store.save(1, 2, 1, slots[2])  # queued behind the copy that reads the block and the one that fills the slot
+    store.send(1, 0, 0, num_bytes, slots[2])  # overwrites the slot behind that
+    assert (store.in_memory(1, 1), store.in_memory(1, 2)) == (False, True)
+    assert torch.equal(store.block(1, 2), wanted[2])  # the CPU waits for it
+    store.send(1, 1, 0, num_bytes, slots[0])  # from its file now
+    stream.synchronize()
+    assert all(torch.equal(slots[i], wanted[e]) for i, e in ((0, 1), (1, 1), (2, 0)))
+    store.close()
+
+
+def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_chunks, monkeypatch) -> None:
+    checkpoint = write_model(tmp_path)
+    store, stream = make_store(checkpoint, 4)
+    fill_places(store, checkpoint)
+    slot = torch.arange(float(store.shape.numel))
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "copy", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(0, 2, 1, slot)
+    assert list(store.held[0]) == [0]
+    store.save(0, 2, None, slot)
+    assert sorted(store.held[0]) == [0, 2]
+    assert torch.equal(store.block(0, 2), slot)
+    store.close()
 
 
 def test_one_warning_with_figures(tmp_path, caplog) -> None:
     checkpoint = write_model(tmp_path)
     with caplog.at_level(logging.WARNING, logger="nanovllm"):
         make_store(checkpoint, 4)
+        make_store(checkpoint, 4, quotas=(1, 1))  # the device holds the other two: nothing to warn of
         assert len(caplog.records) == 1
         assert "the other 2 of 6 are read from disk" in caplog.text
         assert "expert_host_gb" in caplog.text
@@ -115,7 +146,7 @@ def test_a_system_that_refuses_to_lock_memory_gets_the_disk(tmp_path, caplog, mo
         store, _ = make_store(checkpoint, 6)
     assert "no more" in caplog.text
     assert "the other 4 of 6" in caplog.text
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     locked.clear()
     locked += [1, 1]
     with pytest.raises(ConfigError, match=r"0\.00 of 0\.00 GiB.*dummy weights have no files.*expert_host_gb"):
@@ -151,7 +182,7 @@ def test_no_limit_means_most_of_what_is_available(monkeypatch) -> None:
 def test_a_file_that_shrinks_is_an_error_with_its_name(tmp_path, small_chunks) -> None:
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 0)
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     memory = torch.empty(store.shape.numel)
     store.send(1, 2, 0, store.shape.numel, memory)
     stream.synchronize()
@@ -171,7 +202,7 @@ def test_a_file_that_is_gone_is_an_error_with_its_name(tmp_path) -> None:
         checkpoint.location(name)  # the headers are known
     (tmp_path / "model-0.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-0\.safetensors: cannot be opened \(No such file"):
-        fill(store, checkpoint)
+        fill_places(store, checkpoint)
     store.close()
 
 
@@ -180,7 +211,7 @@ def test_a_file_that_is_replaced_or_removed_later_still_serves_what_was_loaded(t
     """A new version of a model arrives under the old names: its numbers must not mix with those in memory."""
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 2)
-    fill(store, checkpoint)
+    fill_places(store, checkpoint)
     wanted = torch.cat([checkpoint.read(f"1.2.{part}").flatten() for part in ("gate", "up", "down")])
     path = tmp_path / "model-1.safetensors"
     other = path.read_bytes()
@@ -217,7 +248,7 @@ def test_offload_from_disk_has_the_bits_of_resident(tmp_path, small_chunks) -> N
     checkpoint = write_model(tmp_path)
     options = OffloadOptions(2, 2, host_bytes=2 * EXPERT_BYTES, piece_bytes=EXPERT_BYTES // 4)
     rig = make_rig(LAYERS, EXPERTS, 2, options, num_pieces=3, checkpoint=checkpoint)
-    fill(rig.offload.store, checkpoint)
+    fill_places(rig.offload.store, checkpoint)
     for layer in range(LAYERS):
         rows = [[checkpoint.read(f"{layer}.{e}.{part}") for part in ("gate", "up", "down")] for e in range(EXPERTS)]
         gate_up = torch.stack([torch.cat(row[:2]) for row in rows])
