@@ -7,16 +7,15 @@ One call of a layer:
     2. the cache says what is here (hits) and where the rest goes (waves);
     3. copies of the first waves are queued, then part of what the next layers may want: as much as the copy engine
        can move before the next one asks for something;
-    4. hits are computed while misses travel, then each wave as it arrives;
-    5. the parts are added.
+    4. hits are computed while misses travel, then each wave as it arrives; the parts are added.
 
 The output is that of resident experts, bit for bit: a pair (token, expert) gives the same numbers whichever slot its
 expert is in and whichever pass it is in, all pairs of an expert are in one pass, and the sum is taken once. Only
 `cpu_misses` departs from that: the CPU adds up in another order.
 
-A decode step of few tokens may also run in two halves, so that most of a layer can be captured as a graph (see
-executor/relay.py): `start` computes the hits by a table on the device that says which slot holds which expert, without
-asking the host; meanwhile the host learns what was chosen, and `finish` brings and computes the rest, mostly nothing.
+A decode step of few tokens may also run in two halves, so that most of a layer can be captured (executor/relay.py):
+`start` computes the hits by a table on the device of which expert is where; meanwhile the host learns what was chosen,
+and `finish` brings and computes the rest, mostly nothing.
 
 The life of an expert's bytes is in three hands: `ExpertStore` (where they come from), `ExpertCache` (which slot they
 go to), `Slot` (when that slot may be written and read).
@@ -106,8 +105,7 @@ class Offload:
         self._table = torch.full(shape_of_table, -1, dtype=torch.int32, device=device.torch_device)
         self._announced = [[-1] * moe.num_experts for _ in layers]
         self._announces = False
-        self._bytes_copied = self._bytes_read = self._bytes_saved = self._tokens = self._computed_on_cpu = 0
-        self._disk_misses = 0
+        self._bytes_copied = self._bytes_read = self._bytes_saved = self._disk_misses = self._tokens = self._on_cpu = 0
         self._prefetches = options.prefetch
         self._closed = False
         # Locks host memory: last.
@@ -374,7 +372,7 @@ class Offload:
         else:
             sent = self._uploader.send([found.view(torch.uint8).numpy(), where])
         pairs.view(-1, pairs.shape[2]).index_copy_(0, sent[1], sent[0].view(pairs.dtype))
-        self._computed_on_cpu += len(experts)
+        self._on_cpu += len(experts)
 
     def stats(self) -> ExpertStats:
         cache, itemsize = self.cache, self.shape.dtype.itemsize
@@ -382,7 +380,7 @@ class Offload:
             hits=sum(cache.layer_hits),
             misses=sum(cache.layer_misses),
             disk_misses=self._disk_misses,
-            computed_on_cpu=self._computed_on_cpu,
+            computed_on_cpu=self._on_cpu,
             bytes_copied=self._bytes_copied,
             bytes_from_disk=self._bytes_read,
             bytes_saved=self._bytes_saved,
@@ -407,8 +405,7 @@ class Offload:
         """After a warm-up: its tokens must not decide what stays on the device, nor show in the statistics."""
         self.cache.forget()
         self._stalls = StallClock(self.stream)
-        self._bytes_copied = self._bytes_read = self._bytes_saved = self._tokens = self._computed_on_cpu = 0
-        self._disk_misses = 0
+        self._bytes_copied = self._bytes_read = self._bytes_saved = self._disk_misses = self._tokens = self._on_cpu = 0
 
     def restart(self, num_cached: int, policy: str, prefetch: bool) -> None:
         """Between two requests: an empty cache with these settings. Host memory, slots and captured graphs stay, so a
