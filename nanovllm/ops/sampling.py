@@ -16,11 +16,51 @@ counter, so a row draws the same token whatever batch it is in and however often
 never drawn as long as one is finite; a row of NaN or -inf only gives some column in range, never an invalid index.
 Triton twin: `ops/triton/sampling.py`, equal except where two candidates lie within rounding.
 """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 
 TILE = 2048  # part of the definition: another tile size draws other tokens
 LEVEL_TILE, LEVEL_COLUMN = 0, 1
 _MASK = 0xFFFFFFFF
+
+# Columns of SamplerState.floats and .ints
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = 0, 1, 2, 3, 4, 5, 8
+TOP_K, ROW_FLAGS, NUM_LOGPROBS, START_EDITS, NUM_EDITS, NUM_INTS = 0, 1, 2, 3, 4, 8
+FLAG_MASK, FLAG_EDITS, FLAG_PENALTIES = 1, 2, 4
+EDIT_FIELDS = 8  # token, bias (bits of a float), position before which it holds, start and length of a word, its earliest
+RECENT = 64  # tokens a row remembers for bad words
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """What the running sequences ask of the sampler, as data on the device: one row each, and one for padding."""
+
+    vocab_size: int
+    floats: torch.Tensor  # float32 [rows, NUM_FLOATS]
+    ints: torch.Tensor  # int32 [rows, NUM_INTS]
+    seeds: torch.Tensor  # int64 [rows]
+    mask: torch.Tensor  # int32 [rows, words]: a bit for each token that may be sampled
+    counts: torch.Tensor  # int16 [rows, vocab]: how often a token is in the output, for rows with penalties
+    prompt: torch.Tensor  # int32 [rows, words]: a bit for each token of the prompt
+    recent: torch.Tensor  # int32 [rows, RECENT]: the newest tokens of the output, at position % RECENT
+    edits_address: torch.Tensor  # int64 [1]: where the lists of edits are, int32 [edits, EDIT_FIELDS]
+    words_address: torch.Tensor  # int64 [1]: where the tokens of the bad words are, int32
+
+    @classmethod
+    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplerState:
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        words = -(-vocab_size // 32)
+        return cls(
+            vocab_size, zeros(num_rows, NUM_FLOATS, dtype=torch.float32), zeros(num_rows, NUM_INTS, dtype=torch.int32),
+            zeros(num_rows, dtype=torch.int64), zeros(num_rows, words, dtype=torch.int32),
+            zeros(num_rows, vocab_size, dtype=torch.int16), zeros(num_rows, words, dtype=torch.int32),
+            zeros(num_rows, RECENT, dtype=torch.int32), zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64),
+        )  # fmt: skip
 
 
 def philox(key: torch.Tensor, index: torch.Tensor, position: torch.Tensor, level: int) -> torch.Tensor:

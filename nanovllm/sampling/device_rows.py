@@ -1,0 +1,132 @@
+"""DeviceRows: fills a SamplerState with what arriving sequences ask for. Nothing is sent for a row that stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from nanovllm.ops.sampling import (
+    EDIT_FIELDS, FLAG_EDITS, FLAG_MASK, FLAG_PENALTIES, NUM_EDITS, NUM_FLOATS, NUM_INTS, RECENT,
+    START_EDITS, SamplerState,
+)  # fmt: skip
+from nanovllm.sampling.rows import SamplingRow
+
+Send = Callable[[list[np.ndarray]], list[torch.Tensor]]  # one upload
+ALWAYS = 2**31 - 1
+
+
+def bits_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32 words with a bit set for each token."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    ids = np.asarray(token_ids, np.int64)
+    flags[ids[ids < vocab_size]] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+class DeviceRows:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.state = SamplerState.allocate(num_rows, vocab_size, device)
+        self._edits: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> its edits and the tokens of its bad words
+        self._lists: list[torch.Tensor] = []  # what the addresses in the state point to
+
+    def fill(self, arrivals: dict[int, SamplingRow], send: Send) -> None:
+        """row -> what the sequence that begins to run in it asks for."""
+        if not arrivals:
+            return
+        rows = list(arrivals)
+        vocab = self.state.vocab_size
+        left = [row for row in rows if self._edits.pop(row, None) is not None]
+        came = [row for row in rows if self._take_edits(row, arrivals[row])]
+        floats = np.zeros((len(rows), NUM_FLOATS), np.float32)
+        ints = np.zeros((len(rows), NUM_INTS), np.int32)
+        seeds = np.zeros(len(rows), np.uint64)
+        for i, (row, asked) in enumerate(arrivals.items()):
+            p = asked.params
+            temperature = 0.0 if p.is_greedy else p.temperature
+            floats[i, :6] = (temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            ints[i, :3] = (min(p.top_k, vocab), self._flags(row, asked), -1 if p.logprobs is None else p.logprobs)
+            seeds[i] = asked.seed & (2**64 - 1)
+        d_rows, d_floats, d_ints, d_seeds = send([np.array(rows, np.int64), floats, ints, seeds.view(np.int64)])
+        self.state.floats.index_copy_(0, d_rows, d_floats)
+        self.state.ints.index_copy_(0, d_rows, d_ints)
+        self.state.seeds.index_copy_(0, d_rows, d_seeds)
+        if left or came:
+            self._send_edits(send)
+        for row, asked in arrivals.items():
+            self._fill_history(row, asked, send)
+
+    def _flags(self, row: int, asked: SamplingRow) -> int:
+        p = asked.params
+        masked = p.allowed_token_ids is not None or p.structured_outputs is not None
+        return FLAG_MASK * masked | FLAG_EDITS * (row in self._edits) | FLAG_PENALTIES * has_penalty(asked)
+
+    def _fill_history(self, row: int, asked: SamplingRow, send: Send) -> None:
+        vocab, state = self.state.vocab_size, self.state
+        if has_penalty(asked):
+            ids, counts = np.unique(asked.output_ids[asked.output_ids < vocab], return_counts=True)
+            d_ids, d_counts, d_prompt = send([
+                ids.astype(np.int64), counts.astype(np.int16), bits_of(asked.token_ids[: asked.num_prompt], vocab)
+            ])  # fmt: skip
+            state.counts[row].zero_()
+            state.counts[row].index_copy_(0, d_ids, d_counts)
+            state.prompt[row].copy_(d_prompt)
+        if asked.bad_words_ids:
+            recent = np.full(RECENT, -1, np.int32)
+            first = max(asked.num_prompt, len(asked.token_ids) - RECENT)
+            recent[np.arange(first, len(asked.token_ids)) % RECENT] = asked.token_ids[first:]
+            state.recent[row].copy_(send([recent])[0])
+        if asked.params.allowed_token_ids is not None:
+            state.mask[row].copy_(send([bits_of(asked.params.allowed_token_ids, vocab)])[0])
+
+    def send_masks(self, masks: dict[int, np.ndarray], send: Send) -> None:
+        """row -> words of the tokens that its grammar allows next."""
+        rows, words = send([np.array(list(masks), np.int64), np.stack(list(masks.values()))])
+        self.state.mask.index_copy_(0, rows, words)
+
+    # ---- edits -------------------------------------------------------------------------------------------------
+
+    def _take_edits(self, row: int, asked: SamplingRow) -> bool:
+        edits, words = [], []
+        for token, bias in asked.params.logit_bias.items() if asked.params.logit_bias else ():
+            edits.append((token, bias, ALWAYS, 0, 0, 0))
+        until = asked.num_prompt + asked.params.min_tokens
+        if asked.num_output < asked.params.min_tokens:
+            edits += [(token, -np.inf, until, 0, 0, 0) for token in asked.stop_ids]
+        for word in asked.bad_words_ids:
+            edits.append((word[-1], -np.inf, ALWAYS, len(words), len(word) - 1, asked.num_prompt))
+            words += word[:-1]
+        if not edits:
+            return False
+        table = np.zeros((len(edits), EDIT_FIELDS), np.int32)
+        for i, (token, bias, before, start, length, earliest) in enumerate(edits):
+            table[i, :6] = (token, np.float32(bias).view(np.int32), before, start, length, earliest)
+        self._edits[row] = table, np.array(words, np.int32)
+        return True
+
+    def _send_edits(self, send: Send) -> None:
+        """The lists of all rows, in new memory: steps in flight still read the old one, and the allocator gives it away
+        only behind them. Starts of rows that were there before change with it."""
+        tables, words, num_words = [np.zeros((1, EDIT_FIELDS), np.int32)], [np.zeros(1, np.int32)], 1
+        starts, first = [], 1
+        for edits, own in self._edits.values():
+            moved = edits.copy()
+            moved[:, 3] += num_words
+            tables.append(moved)
+            words.append(own)
+            starts.append((first, len(edits)))
+            first, num_words = first + len(edits), num_words + len(own)
+        self._lists = [part.clone() for part in send([np.concatenate(tables), np.concatenate(words)])]
+        addresses = np.array([part.data_ptr() for part in self._lists], np.int64)
+        d_addresses, d_rows, d_starts = send([
+            addresses, np.array(list(self._edits), np.int64), np.array(starts, np.int32).reshape(-1, 2)
+        ])  # fmt: skip
+        self.state.edits_address.copy_(d_addresses[:1])
+        self.state.words_address.copy_(d_addresses[1:])
+        self.state.ints[:, START_EDITS : NUM_EDITS + 1].index_copy_(0, d_rows, d_starts)
+
+
+def has_penalty(asked: SamplingRow) -> bool:
+    params = asked.params
+    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
