@@ -152,8 +152,9 @@ def solve_layers(job: Job) -> None:
         if job.model.is_sparse(layer):
             factors = read_layer(job, layer)
             if factors is None:
-                factors = solve_layer(job, layer, rows)
-                write_layer(job, layer, factors)
+                write_layer(job, layer, solve_layer(job, layer, rows))
+                factors = read_layer(job, layer)  # what a run that goes on computes with, to the last bit
+                assert factors is not None
             else:
                 logger.info("layer %d: kept from the run before", layer)
             job.done[layer] = factors.to(META)

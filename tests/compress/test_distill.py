@@ -192,6 +192,30 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, layer: int | None) -> list[int]
     return solved
 
 
+def test_later_layers_see_what_the_disk_holds(
+    calib_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on reads finished layers from the disk. One that was never killed computes with the same tensors:
+    layout and alignment too, which decide how a product rounds."""
+    solve, used = distill.solve_layer, []
+
+    def solve_by_column(*args: Any) -> factors.Factors:
+        found = solve(*args)
+        return dataclasses.replace(found, u={w: t.T.contiguous().T for w, t in found.u.items()})
+
+    def leave(stream: Any, layer: int, rows: Any, ours: factors.Factors) -> None:
+        used.append(ours)
+        raise Killed
+
+    monkeypatch.setattr(distill, "solve_layer", solve_by_column)
+    monkeypatch.setattr(distill.Stream, "leave", leave)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            make(calib_path, tmp_path / "svd", rank=5)
+    undisturbed, resumed = (found.tensors() for found in used)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(undisturbed, resumed, strict=True))
+
+
 @pytest.mark.parametrize("change", [{"rank": 17}, {"ridge": 1e-3}, {"dtype": "bfloat16"}, {"w2_mode": "input"}])
 def test_a_killed_run_of_another_job_starts_over(calib_path: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
