@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -24,20 +23,30 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 from nanovllm.compress.solve import gram
 from nanovllm.compress.stream import Rows, Stream, held_out, parts_of, run_dense
 from nanovllm.compress.text import Windows, Writing, cut_prompts, generate, join, made_up_prompts, read_tokens
 from nanovllm.compress.windows import Expert, WindowModel, open_windows
-from nanovllm.compress.writer import partial_of, replace_folder, writing_to
+from nanovllm.compress.writer import (
+    STATE,
+    Kind,
+    output_folder,
+    partial_of,
+    remove_folder,
+    replace_folder,
+    save_file,
+    writing_to,
+)
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware.device import Device
 from nanovllm.weights.svd_folder import teacher_hash
 
 FORMAT, VERSION = "nanovllm-moe-calibration", 1
-FACTS, WINDOWS, STATE = "calibration.json", "windows.safetensors", "state.json"
+FACTS, WINDOWS = "calibration.json", "windows.safetensors"
+KIND = Kind(FORMAT, (FACTS, STATE), ("windows.*", "layer_*"))
 ROWS_AT_A_TIME = 8192
 
 
@@ -123,8 +132,8 @@ def collect(
     model_path: Path, out: Path, source: Source, cap: int = 1024, device: str = "auto", chunk: int = 16
 ) -> Calibration:
     """Run the teacher over the text and write the folder; an earlier one is replaced at the end."""
-    where = Device.choose(device)
-    with open_windows(model_path, where, source.window) as model, writing_to(out):
+    out, where = output_folder("--out", out), Device.choose(device)
+    with open_windows(model_path, where, source.window) as model, writing_to(out, KIND):
         fitting = replace(source, window=min(source.window, model.config.max_position_embeddings))
         teacher = teacher_hash(model.checkpoint)
         partial = partial_of(out)
@@ -134,7 +143,7 @@ def collect(
             check_enough(found, model.config.hidden_size)
             return found
 
-        state = {"teacher_hash": teacher, "cap_per_group": cap, "source": fitting.facts()}
+        state = {"format": FORMAT, "teacher_hash": teacher, "cap_per_group": cap, "source": fitting.facts()}
         windows = prepare(partial, state, make_windows)
         facts: dict[str, Any] = {
             "format": FORMAT, "version": VERSION, "model": str(model_path), "teacher_hash": teacher,
@@ -156,7 +165,7 @@ def collect(
             stream.leave(layer, rows, run_dense(experts))
         (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         (partial / STATE).unlink()
-        replace_folder(partial, out)
+        replace_folder(partial, out, KIND)
     return load_calibration(out, teacher)
 
 
@@ -174,14 +183,14 @@ def prepare(partial: Path, state: dict[str, Any], make_windows: Callable[[], Win
         same = json.loads((partial / STATE).read_text(encoding="utf-8")) == json.loads(json.dumps(state))
     except (OSError, ValueError):
         same = False
-    if same:
+    if same and (partial / WINDOWS).exists():
         tensors = _load(partial / WINDOWS)
         return Windows(tensors["ids"].long(), tensors["lens"].long())
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_folder(partial, KIND)
     windows = make_windows()
-    partial.mkdir(parents=True)
-    save_file({"ids": windows.ids.int(), "lens": windows.lens.int()}, str(partial / WINDOWS))
+    partial.mkdir()
     (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+    save_whole({"ids": windows.ids.int(), "lens": windows.lens.int()}, partial / WINDOWS)
     return windows
 
 

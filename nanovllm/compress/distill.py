@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 from nanovllm.compress import layer as fitting
@@ -36,13 +36,26 @@ from nanovllm.compress.refine import refine
 from nanovllm.compress.solve import private_rank
 from nanovllm.compress.stream import Rows, Stream
 from nanovllm.compress.windows import Expert, WindowModel, open_windows
-from nanovllm.compress.writer import check_room, partial_of, replace_folder, writing_to
+from nanovllm.compress.writer import (
+    STATE,
+    Kind,
+    check_room,
+    output_folder,
+    partial_of,
+    remove_folder,
+    replace_folder,
+    save_file,
+    writing_to,
+)
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.weights.svd_folder import (
     DTYPES,
     FOLDER,
+    FORMAT,
+    METADATA,
     U_FILE,
+    V_FOLDER,
     W2_MODES,
     SvdMetadata,
     teacher_hash,
@@ -50,7 +63,8 @@ from nanovllm.weights.svd_folder import (
 )
 
 logger = logging.getLogger("nanovllm")
-STATE, REFINED = "state.json", "refined"
+REFINED = "refined"
+KIND = Kind(FORMAT, (METADATA, STATE), (U_FILE, V_FOLDER, REFINED, "U_layer_*", "layer_*.json"))
 META = torch.device("meta")  # shapes without numbers
 
 
@@ -80,7 +94,7 @@ class Job:
         """All that a finished layer depends on. Refinement comes after the last one."""
         options = {k: v for k, v in dataclasses.asdict(self.options).items() if k != "refine_steps"}
         ranks = {str(layer): ranks for layer, ranks in self.ranks.items()}
-        return {"options": options, "ranks": ranks, "dtype": self.dtype, "teacher_hash": self.teacher,
+        return {"format": FORMAT, "options": options, "ranks": ranks, "dtype": self.dtype, "teacher_hash": self.teacher,
                 "calibration_hash": self.calibration and self.calibration.hash}  # fmt: skip
 
 
@@ -90,16 +104,15 @@ def compress(
     """Make `output_dir` (default: svd_experts in the model's folder)."""
     if output_dir is None and Path(model_path).is_file():
         raise ConfigError(f"--model-path {model_path}: is a file, and not a folder for {FOLDER}; give --output-dir")
-    folder = output_dir or Path(model_path) / FOLDER
+    folder = output_folder("--output-dir", output_dir or Path(model_path) / FOLDER)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # TF32 has 10 bits: a Gram matrix of it has no small eigenvalues
     try:
-        with open_windows(model_path, Device.choose(device), 512) as model:
+        with open_windows(model_path, Device.choose(device), 512) as model, writing_to(folder, KIND):
             job = plan_job(model, calib_path, folder, options)
-            with writing_to(folder):
-                prepare(job)
-                solve_layers(job)
-                return finish(job, refine_layers(job) if options.refine_steps else job.partial)
+            prepare(job)
+            solve_layers(job)
+            return finish(job, refine_layers(job) if options.refine_steps else job.partial)
     finally:
         torch.set_float32_matmul_precision(precision)
 
@@ -132,8 +145,8 @@ def prepare(job: Job) -> None:
     except (OSError, ValueError):
         same = False
     if not same:
-        shutil.rmtree(job.partial, ignore_errors=True)
-        job.partial.mkdir(parents=True)
+        remove_folder(job.partial, KIND)
+        job.partial.mkdir()
         path.write_text(json.dumps(state), encoding="utf-8")
     hidden, size, num = job.model.config.hidden_size, job.model.moe.intermediate_size, job.model.moe.num_experts
     values = sum(rank * (num * size + max(hidden, size)) for ranks in job.ranks.values() for rank in ranks.values())
@@ -281,8 +294,8 @@ def finish(job: Job, whole: Path) -> SvdMetadata:
     # What says that a layer is finished goes first: a kill here costs time, and leaves nothing that only looks whole.
     for path in (*sorted(whole.glob("layer_*.json")), *sorted(whole.glob("U_layer_*")), whole / STATE):
         path.unlink(missing_ok=True)
-    replace_folder(whole, job.folder)
-    shutil.rmtree(job.partial, ignore_errors=True)
+    replace_folder(whole, job.folder, KIND)
+    remove_folder(job.partial, KIND)
     return metadata
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from nanovllm.compress.writer import save_file
 from nanovllm.weights.svd_folder import MATRICES, SvdMetadata, u_key, v_file, v_key
 
 

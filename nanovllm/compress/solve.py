@@ -49,8 +49,8 @@ class Basis:
 
 
 def gram(rows: torch.Tensor, total: torch.Tensor | None = None, others: torch.Tensor | None = None) -> torch.Tensor:
-    """rows^T rows, or rows^T others, added to `total` in place. Products of fp32 numbers are exact in fp64, and a sum of
-    n of them is off by n * 1.1e-16 of its terms at most; in fp32 that would be n * 6e-8, how much of it by processor."""
+    """rows^T rows, or rows^T others, added to `total` in place. Products of fp32 numbers are exact in fp64, and a sum
+    of n of them is off by n * 1.1e-16 of its terms at most; in fp32 that is n * 6e-8, and differs by processor."""
     others = rows if others is None else others
     if total is None:
         total = torch.zeros(rows.shape[1], others.shape[1], dtype=torch.float64, device=rows.device)

@@ -269,7 +269,7 @@ def test_a_run_killed_between_the_renames_is_put_back(calib_path: Path, tmp_path
     make(calib_path, folder, rank=4, method="pca")
     before = content(folder)
     folder.rename(writer.previous_of(folder))
-    with writer.writing_to(folder):
+    with writer.writing_to(folder, distill.KIND):
         assert content(folder) == before
 
 
