@@ -36,9 +36,8 @@ class Factors:
     def tensors(self) -> list[torch.Tensor]:
         return [*self.u.values(), *self.v.values()]
 
-    def num_values(self) -> tuple[int, int]:
-        """(of V, of U)."""
-        return sum(t.numel() for t in self.v.values()), sum(t.numel() for t in self.u.values())
+    def num_values(self) -> int:
+        return sum(t.numel() for t in self.tensors())
 
     def to(self, *where: torch.device | torch.dtype) -> Factors:
         def moved(side: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
