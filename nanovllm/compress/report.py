@@ -106,7 +106,7 @@ class Findings:
         """For a table with COLUMNS; the model itself comes first."""
         q, facts = self.points[0].quality, self.points[0].metadata
         size = f"{dense_values(facts) * getattr(torch, facts.dtype).itemsize / 1e6:.2f}"
-        first = ["teacher", "", "100.0%", "100.0%", size, "0.000", "0.000", "0.000", f"{q.teacher_perplexity:.1f}",
+        first = ["teacher", "", "100.0%", size, "0.000", "0.000", "0.000", f"{q.teacher_perplexity:.1f}",
                  "100.0%", "100.0%", rate(self.teacher_speed), ""]  # fmt: skip
         return [first, *(point.cells() for point in self.points)]
 

@@ -16,7 +16,7 @@ from nanovllm.bench import report as page
 from nanovllm.compress.calibrate import Source, collect
 from nanovllm.compress.distill import compress
 from nanovllm.compress.options import Options
-from nanovllm.compress.report import Plan, sweep
+from nanovllm.compress.report import COLUMNS, Plan, sweep
 from tests.cli.runner import Run, make_runner
 from tests.compress.rig import TRAINED, content, small_text
 
@@ -242,7 +242,8 @@ def test_long_runs_show_progress_on_a_terminal_only(
         compress(TRAINED, calib_path, folder / "svd", options, "cpu")
         plan = Plan(text, [4], Options(w2_mode="output"), "cpu", 0)
         (folder / "scratch").mkdir()
-        sweep(TRAINED, calib_path, plan, folder / "scratch")
+        rows = sweep(TRAINED, calib_path, plan, folder / "scratch").rows()
+        assert [len(row) for row in rows] == [len(COLUMNS)] * 3
         return stderr.getvalue()
 
     found = shown(Terminal(), tmp_path / "a")
