@@ -110,7 +110,7 @@ def test_a_report(run: Run, calib_path: Path, tmp_path: Path, caplog: pytest.Log
         assert word in result.out
     speeds = [result.last_json["teacher"]["speed"], *(row["speed"] for row in rows)]
     for speed in speeds:
-        assert speed["tokens_per_second"] > 1
+        assert speed["tokens_per_second"] > 0
         assert (speed["num_tokens"], speed["placement"], speed["device"]) == (5, "resident", speeds[0]["device"])
     assert f"one sequence of 5 tokens through the engine on {speeds[0]['device']}" in result.out
     assert not (TRAINED / "svd_experts").exists()

@@ -90,7 +90,7 @@ def test_refinement_helps_on_text_it_does_not_see(calibration: Calibration, tmp_
     assert quality(tmp_path / "refined", 512).kl < 0.97 * quality(tmp_path / "plain", 512).kl
     for name, metadata in (("plain", plain), ("refined", refined)):
         with opened() as model:
-            found = layer_errors(model, calibration.windows, StoredFactors(tmp_path / name, metadata), 3)
+            found = layer_errors(model, calibration.windows, StoredFactors(tmp_path / name, metadata), 64)
         assert list(found) == list(metadata.heldout_errors) == ["0", "1", "2", "3"]
         for layer, errors in metadata.heldout_errors.items():
             assert errors["layer"] == pytest.approx(found[layer]["layer"], rel=1e-3)
