@@ -32,8 +32,9 @@ def test_lesson_33_only_the_text_is_recorded(calibration: Calibration) -> None:
 
 def test_gram_matrices_are_those_of_the_rows(calibration: Calibration) -> None:
     """Computed anew from a plain run of the whole model, one window at a time, without padding. Other shapes round
-    otherwise, so where a router is all but undecided a row may go to another expert: three rows may, of thousands."""
-    windows, largest = calibration.windows, {"x": 0.0, "y": 0.0}
+    otherwise, so where a router is all but undecided a row may go to another expert: that may be seen in two experts of
+    the 32, and hardly in a sum over all."""
+    windows = calibration.windows
     grams, outs = torch.zeros(4, 8, 128, 128, dtype=torch.float64), torch.zeros(4, 128, 128, dtype=torch.float64)
     with opened() as model, torch.no_grad():
 
@@ -45,9 +46,7 @@ def test_gram_matrices_are_those_of_the_rows(calibration: Calibration) -> None:
                     for e in range(8):
                         rows = x[ids[:, place] == e].double() * weights[ids[:, place] == e, place, None]
                         grams[layer, e] += rows.T @ rows
-                        largest["x"] = max(largest["x"], float(rows.square().max())) if len(rows) else largest["x"]
                 y = dense(x, ids, weights)
-                largest["y"] = max(largest["y"], float(y.square().max()))
                 outs[layer] += (y.double().T @ y.double())
                 return y
 
@@ -57,11 +56,17 @@ def test_gram_matrices_are_those_of_the_rows(calibration: Calibration) -> None:
         for ids, length, held in zip(windows.ids, windows.lens.tolist(), held_out(len(windows)).tolist()):
             if not held:
                 run_model(model, ids[None, :length], experts)
+
+    def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return float((found - wanted).abs().max()) <= 1e-3 * float(wanted.max())
+
+    different = []
     for layer in range(4):
         found = calibration.layer(layer)
-        for name, wanted, row in (("gram", grams[layer], largest["x"]), ("out_gram", outs[layer], largest["y"])):
-            gap = float((found[name].double() - wanted).abs().max())
-            assert gap < 3 * row + 1e-4 * float(wanted.max()), (layer, name)
+        assert same(found["out_gram"], outs[layer])
+        assert same(found["gram"].sum(0), grams[layer].sum(0))
+        different += [(layer, e) for e in range(8) if not same(found["gram"][e], grams[layer, e])]
+    assert len(different) <= 2, different
 
 
 def test_reservoirs_hold_held_out_rows_only(calibration: Calibration) -> None:
