@@ -96,7 +96,7 @@ def write_svd(
         hidden_size=config.hidden_size, intermediate_size=config.moe.intermediate_size,
         ranks={layer: {w: getattr(choice, w) for w in MATRICES} for layer, choice in choice_of.items()},
         w2_modes={layer: choice.side for layer, choice in choice_of.items()}, ridge=0.0,
-        teacher_hash=teacher_hash(checkpoint), calibration_hash=None, kept=0.5, kept_with_u=0.5,
+        teacher_hash=teacher_hash(checkpoint), calibration_hash=None, kept=0.5,
     )  # fmt: skip
     write_metadata(folder, metadata)
     checkpoint.close()

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from nanovllm import __version__
 from nanovllm.errors import ConfigError
 
 RESULTS = Path("benchmarks/results")
+PICTURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}  # and how such files begin
 
 
 def versions() -> dict[str, str | None]:
@@ -69,6 +70,8 @@ def finish(report: dict[str, Any], save: bool) -> None:
         stamp = report["date"].replace(":", "").replace("+0000", "Z")
         path = RESULTS / f"{report['benchmark']}-{stamp}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
+        while path.exists():  # of another run that ended in the same second
+            path = path.with_stem(path.stem + "-2")
         path.write_text(json.dumps(report, indent=1) + "\n")
         print(f"saved {path}")
     print(json.dumps(report, allow_nan=False), flush=True)
@@ -95,8 +98,27 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def check_plot(path: Path | None) -> None:
     """Before anything is measured: a run of minutes should not end in a missing package."""
-    if path is not None and find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {path}: needs matplotlib, which is not installed; pip install matplotlib")
+    if path is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path}: needs matplotlib, which is not installed; pip install 'nano-vllm[plot]'")
+    if path.suffix not in PICTURES:
+        raise ConfigError(f"--plot {path}: must end in one of {', '.join(PICTURES)}")
+    check_file("--plot", path, PICTURES[path.suffix])
+
+
+def check_file(option: str, path: Path, start: bytes) -> None:
+    """`path` can be written without a loss: it is absent, empty, or begins as the file that will replace it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: cannot be written: name a file in a folder that exists")
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        found = file.read(len(start))
+    if found not in (b"", start):
+        raise ConfigError(
+            f"{option} {path}: is a file of another kind, and would be overwritten; move it away or name another file"
+        )
 
 
 def plot_bars(path: Path, title: str, unit: str, bars: dict[str, float]) -> None:
@@ -115,10 +137,12 @@ Series = dict[str, list[tuple[float, float]]]  # the line's name -> its points
 
 
 def plot_lines(
-    path: Path, x_name: str, rows: dict[str, dict[str, Series]], log_x: bool = True, dashed: Mapping[str, str] = {}
-) -> None:
-    """A grid of charts: `rows` by what is measured (the y axis), in each row the charts by title. `dashed`: lines drawn
-    so, each in the colour of the line it belongs to, which comes before it."""
+    path: Path, x_name: str, rows: dict[str, dict[str, Series]], log_x: bool = True, log_y: Collection[str] = (),
+    dashed: Mapping[str, str] = {},
+) -> None:  # fmt: skip
+    """A grid of charts: `rows` by what is measured (the y axis), in each row the charts by title. `log_y`: the rows
+    with a logarithmic y axis. `dashed`: lines drawn so, each in the colour of the line it belongs to, which comes
+    before it."""
     from matplotlib.figure import Figure
 
     width = max(map(len, rows.values()))
@@ -133,7 +157,10 @@ def plot_lines(
                 colours[name] = line.get_color()
             if log_x:
                 axes.set_xscale("log", base=2)
-            axes.set_ylim(bottom=0)
+            if unit in log_y:
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
             axes.set(title=title, xlabel=x_name, ylabel=unit)
             axes.legend()
     figure.savefig(path)

@@ -161,6 +161,10 @@ def plan_command(
     """Say what of a model goes where on a card, and how fast it is.
 
     Loads and downloads nothing. Exit code 1: the model cannot run there."""
+    if json_file not in (None, "-"):
+        from nanovllm.bench.report import check_file
+
+        check_file("--json", Path(json_file), b'{"model": ')
     plan = make_plan(options)
     if json_file != "-":
         show_plan(plan)

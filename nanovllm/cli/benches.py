@@ -77,7 +77,9 @@ MOE = OptionGroup(
 Threads = Annotated[int | None, typer.Option(min=1, metavar="INT", help="CPU threads; default: what torch takes.")]
 Repeat = Annotated[int, typer.Option(min=1, metavar="INT", help="Measure so often; the table has the median.")]
 Save = Annotated[bool, typer.Option("--save", help="Also write the JSON under benchmarks/results/.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result into this file (needs matplotlib).")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the result into this file (needs 'nano-vllm[plot]').")
+]
 
 
 @bench.command()

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from nanovllm.cli.options import OptionGroup, with_options
-from nanovllm.compress.options import Options, Swept
+from nanovllm.compress.options import DEFAULT_RANK, Options, Swept
 from nanovllm.errors import ConfigError
 
 compress = typer.Typer(
@@ -22,7 +22,7 @@ compress = typer.Typer(
 
 ModelPath = Annotated[Path, typer.Option(help="The model's folder (or .gguf file).")]
 CalibPath = Annotated[Path, typer.Option(help="A folder made by `calibrate`.")]
-Rank = Annotated[int, typer.Option(help="Directions kept on the hidden side. Of 4,096, 256 keeps 6 %: expect ruin.")]
+Rank = Annotated[int, typer.Option(help="Directions kept on the hidden side. Of 4,096, 256 keeps 7 %: expect ruin.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto = that of the model.")]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or a GPU.")]
 OutputDir = Annotated[Path | None, typer.Option(help="Default: svd_experts in the model's folder, where it is found.")]
@@ -35,8 +35,8 @@ FITTING = OptionGroup(
     build=lambda values: Options(**values),
     skipped=frozenset({"method"}),
     help={
-        "rank": "Directions kept on the hidden side. Of 4,096, 256 keeps 6 %: expect ruin.",
-        "target_ratio": "Instead of --rank: share of the experts' bytes to keep; ranks by predicted loss.",
+        "rank": f"Directions kept on the hidden side, by default {DEFAULT_RANK}. Of 4,096, 256 keeps 7 %: expect ruin.",
+        "target_ratio": "Instead of --rank: most of the experts' bytes to keep, U included; ranks by predicted loss.",
         "mode": "shared: one U a layer; private: one U an expert, at equal bytes.",
         "w2_mode": "Side of w2's U: input, output, or auto = the better on held-out rows.",
         "ridge": "Pull of V toward its data-free value.",
@@ -68,7 +68,7 @@ def _check_device(device: str) -> None:
 
 @compress.command()
 def pca(
-    model_path: ModelPath, rank: Rank = 256, dtype: Dtype = "auto", device: DeviceName = "auto",
+    model_path: ModelPath, rank: Rank = DEFAULT_RANK, dtype: Dtype = "auto", device: DeviceName = "auto",
     output_dir: OutputDir = None, w2_mode: W2Mode = "auto",
 ) -> None:  # fmt: skip
     """Low-rank experts from the weights alone: quick, needs no text, and loses most."""
@@ -121,7 +121,7 @@ def distill(
 def report(
     model_path: ModelPath, calib_path: CalibPath, text: TextFile,
     device: DeviceName = "auto",
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs matplotlib).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs 'nano-vllm[plot]').")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
     *,
     swept: Swept,
@@ -130,9 +130,11 @@ def report(
     """Measure a sweep of ranks: KL to the teacher, perplexity, agreement, errors of each expert, bytes, tok/s here."""
     _check_device(device)
     from nanovllm.bench import report as page
-    from nanovllm.compress.report import COLUMNS, Plan, lines, summary, sweep
+    from nanovllm.compress.report import COLUMNS, LOGARITHMIC, Plan, lines, summary, sweep
 
     page.check_plot(plot)
+    if json_file:
+        page.check_file("--json", json_file, b'{\n "benchmark": "compress"')
     plan = Plan(text, parse_ranks(swept.ranks, model_path), options, device, swept.speed_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         findings = sweep(model_path, calib_path, plan, Path(scratch))
@@ -142,7 +144,7 @@ def report(
         speed = findings.teacher_speed
         print(f"tok/s: one sequence of {speed.num_tokens} tokens through the engine on {speed.device}, {speed.dtype}")
     if plot:
-        page.plot_lines(plot, "experts' bytes kept, %", lines(findings.points), log_x=False)
+        page.plot_lines(plot, "experts' bytes kept, %", lines(findings.points), log_x=False, log_y=LOGARITHMIC)
     where = findings.teacher_speed.device if findings.teacher_speed else None
     found = page.make_report("compress", hardware=where, model=model_path.name, **findings.record())
     if json_file:
@@ -173,7 +175,7 @@ def show(metadata: object) -> None:
 
     assert isinstance(metadata, SvdMetadata)
     errors = [found["layer"] for found in metadata.heldout_errors.values() if found["layer"] is not None]
-    line = f"done: {metadata.kept:.1%} of the experts' bytes kept ({metadata.kept_with_u:.1%} with U)"
+    line = f"done: {metadata.kept:.1%} of the experts' bytes kept, U included"
     if errors:
         line += f"; error of a layer's output on held-out text {min(errors):.3f} to {max(errors):.3f}"
     print(line)

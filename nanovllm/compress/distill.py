@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 from nanovllm.compress import layer as fitting
@@ -30,27 +30,46 @@ from nanovllm.compress.calibrate import Calibration, check_enough, load_calibrat
 from nanovllm.compress.evaluate import layer_errors
 from nanovllm.compress.factors import Factors
 from nanovllm.compress.layer import Fit
-from nanovllm.compress.options import Options
-from nanovllm.compress.predict import Ranks, describe_damage, equal_ranks, predict_curves, ranks_for_ratio, w2_rank
+from nanovllm.compress.options import DEFAULT_RANK, Options
+from nanovllm.compress.predict import (
+    Ranks,
+    describe_damage,
+    equal_ranks,
+    predict_losses,
+    ranks_for_ratio,
+    stored_ranks,
+)
 from nanovllm.compress.refine import refine
-from nanovllm.compress.solve import private_rank
 from nanovllm.compress.stream import Rows, Stream
 from nanovllm.compress.windows import Expert, WindowModel, open_windows
-from nanovllm.compress.writer import check_room, partial_of, replace_folder, writing_to
+from nanovllm.compress.writer import (
+    STATE,
+    Kind,
+    check_room,
+    output_folder,
+    partial_of,
+    remove_folder,
+    replace_folder,
+    save_file,
+    writing_to,
+)
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.weights.svd_folder import (
     DTYPES,
     FOLDER,
+    FORMAT,
+    METADATA,
     U_FILE,
-    W2_MODES,
+    V_FOLDER,
     SvdMetadata,
     teacher_hash,
     write_metadata,
 )
 
 logger = logging.getLogger("nanovllm")
-STATE, REFINED = "state.json", "refined"
+REFINED = "refined"
+KIND = Kind(FORMAT, (METADATA, STATE), (U_FILE, V_FOLDER, REFINED, "U_layer_*", "layer_*.json"))
 META = torch.device("meta")  # shapes without numbers
 
 
@@ -77,34 +96,37 @@ class Job:
         return partial_of(self.folder)
 
     def state(self) -> dict[str, Any]:
-        """All that a finished layer depends on. Refinement comes after the last one."""
-        options = {k: v for k, v in dataclasses.asdict(self.options).items() if k != "refine_steps"}
+        """All that a finished layer depends on. Refinement comes after the last one, and `ranks` has all of them."""
+        others = {"refine_steps", "rank", "target_ratio"}
+        options = {k: v for k, v in dataclasses.asdict(self.options).items() if k not in others}
         ranks = {str(layer): ranks for layer, ranks in self.ranks.items()}
-        return {"options": options, "ranks": ranks, "dtype": self.dtype, "teacher_hash": self.teacher,
+        return {"format": FORMAT, "options": options, "ranks": ranks, "dtype": self.dtype, "teacher_hash": self.teacher,
                 "calibration_hash": self.calibration and self.calibration.hash}  # fmt: skip
 
 
 def compress(
-    model_path: Path, calib_path: Path | None, output_dir: Path | None, options: Options, device: str = "auto"
-) -> SvdMetadata:
-    """Make `output_dir` (default: svd_experts in the model's folder)."""
+    model_path: Path, calib_path: Path | None, output_dir: Path | None, options: Options, device: str = "auto",
+    announce: bool = True,
+) -> SvdMetadata:  # fmt: skip
+    """Make `output_dir` (default: svd_experts in the model's folder). `announce`: print first what to expect."""
     if output_dir is None and Path(model_path).is_file():
         raise ConfigError(f"--model-path {model_path}: is a file, and not a folder for {FOLDER}; give --output-dir")
-    folder = output_dir or Path(model_path) / FOLDER
+    folder = output_folder("--output-dir", output_dir or Path(model_path) / FOLDER)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # TF32 has 10 bits: a Gram matrix of it has no small eigenvalues
     try:
-        with open_windows(model_path, Device.choose(device), 512) as model:
-            job = plan_job(model, calib_path, folder, options)
-            with writing_to(folder):
-                prepare(job)
-                solve_layers(job)
-                return finish(job, refine_layers(job) if options.refine_steps else job.partial)
+        with open_windows(model_path, Device.choose(device), 512) as model, writing_to(folder, KIND):
+            job = plan_job(model, calib_path, folder, options, announce)
+            prepare(job)
+            solve_layers(job)
+            return finish(job, refine_layers(job) if options.refine_steps else job.partial)
     finally:
         torch.set_float32_matmul_precision(precision)
 
 
-def plan_job(model: WindowModel, calib_path: Path | None, folder: Path, options: Options) -> Job:
+def plan_job(
+    model: WindowModel, calib_path: Path | None, folder: Path, options: Options, announce: bool = True
+) -> Job:
     teacher = teacher_hash(model.checkpoint)
     calibration = None
     if options.method == "distilled":
@@ -115,12 +137,14 @@ def plan_job(model: WindowModel, calib_path: Path | None, folder: Path, options:
     elif options.refine_steps or options.target_ratio is not None or options.mode != "shared":
         raise ConfigError("PCA has no calibration: --refine-steps, --target-ratio and --mode private need distillation")
     if options.target_ratio is None:
-        ranks = equal_ranks(model, options.rank)  # a wrong rank is told before anything is computed
-        curves = predict_curves(model, calibration)
-    else:
-        curves = predict_curves(model, calibration)
-        ranks = ranks_for_ratio(model, curves, options.target_ratio)
-    print(describe_damage(model, curves, ranks))
+        ranks = equal_ranks(model, options.rank or DEFAULT_RANK)  # a wrong rank is an error before hours of work
+    if announce or options.target_ratio is not None:
+        losses = predict_losses(model, calibration)
+        if options.target_ratio is not None:
+            ranks = ranks_for_ratio(model, losses, options)
+    if announce:
+        narrow = calibration is not None and calibration.warn(model.config.hidden_size)
+        print(describe_damage(model, losses, ranks, options, narrow))
     return Job(model, calibration, options, ranks, folder, teacher)
 
 
@@ -132,8 +156,8 @@ def prepare(job: Job) -> None:
     except (OSError, ValueError):
         same = False
     if not same:
-        shutil.rmtree(job.partial, ignore_errors=True)
-        job.partial.mkdir(parents=True)
+        remove_folder(job.partial, KIND)
+        job.partial.mkdir()
         path.write_text(json.dumps(state), encoding="utf-8")
     hidden, size, num = job.model.config.hidden_size, job.model.moe.intermediate_size, job.model.moe.num_experts
     values = sum(rank * (num * size + max(hidden, size)) for ranks in job.ranks.values() for rank in ranks.values())
@@ -152,8 +176,9 @@ def solve_layers(job: Job) -> None:
         if job.model.is_sparse(layer):
             factors = read_layer(job, layer)
             if factors is None:
-                factors = solve_layer(job, layer, rows)
-                write_layer(job, layer, factors)
+                write_layer(job, layer, solve_layer(job, layer, rows))
+                factors = read_layer(job, layer)  # what a run that goes on computes with, to the last bit
+                assert factors is not None
             else:
                 logger.info("layer %d: kept from the run before", layer)
             job.done[layer] = factors.to(META)
@@ -166,8 +191,8 @@ def solve_layer(job: Job, layer: int, rows: Rows | None) -> Factors:
     experts, options = job.model.experts(layer), job.options
     dtype = getattr(torch, job.dtype)
     if rows is None:
-        w2_mode = "output" if options.w2_mode == "auto" else options.w2_mode
-        return fitting.pca_layer(experts, sized(job, layer, w2_mode), w2_mode, dtype)
+        [side] = options.sides
+        return fitting.pca_layer(experts, sized(job, layer, side), side, dtype)
     how = Fit(options.mode, options.ridge, dtype, options.chunk, options.chunk_w2, options.pca_oversample)
     if options.mode == "private":
         factors = fitting.distil_layer(rows, experts, sized(job, layer, "input"), "input", how)
@@ -178,10 +203,9 @@ def solve_layer(job: Job, layer: int, rows: Rows | None) -> Factors:
 
 def best_side(job: Job, layer: int, rows: Rows, experts: list[Expert], how: Fit) -> Factors:
     """auto: both sides of w2 at equal bytes of V; the held-out rows decide."""
-    sides = W2_MODES if job.options.w2_mode == "auto" else (job.options.w2_mode,)
-    front = fitting.fit_front(rows, experts, sized(job, layer, sides[0]), how)
+    front = fitting.fit_front(rows, experts, sized(job, layer, job.options.sides[0]), how)
     found = []
-    for side in sides:
+    for side in job.options.sides:
         factors = fitting.fit_w2(rows, experts, front, sized(job, layer, side)["w2"], side, how)
         found.append((fitting.held_out_errors(rows, experts, factors), factors))
     errors, factors = min(found, key=lambda pair: pair[0]["layer"] or 0.0)  # type: ignore[return-value]
@@ -189,13 +213,8 @@ def best_side(job: Job, layer: int, rows: Rows, experts: list[Expert], how: Fit)
     return factors
 
 
-def sized(job: Job, layer: int, w2_mode: str) -> dict[str, int]:
-    """The ranks of a layer as they are stored, from those on the hidden side."""
-    hidden, moe, ranks = job.model.config.hidden_size, job.model.moe, job.ranks[layer]
-    size = moe.intermediate_size
-    if job.options.mode == "private":
-        return {w: private_rank(rank, hidden, size, moe.num_experts) for w, rank in ranks.items()}
-    return {**ranks, "w2": w2_rank(ranks["w2"], w2_mode, hidden, size)}
+def sized(job: Job, layer: int, side: str) -> dict[str, int]:
+    return stored_ranks(job.model, job.ranks[layer], job.options.mode, side)
 
 
 def refine_layers(job: Job) -> Path:
@@ -258,14 +277,11 @@ def read_layer(job: Job, layer: int) -> Factors | None:
 def finish(job: Job, whole: Path) -> SvdMetadata:
     """`whole`: the folder that has all layers, job.partial or one inside it."""
     u_tensors: dict[str, torch.Tensor] = {}
-    v_values = u_values = 0
-    for layer, factors in job.done.items():
+    for layer in job.done:
         u_tensors |= load_file(str(u_layer_file(whole, layer)))
-        v_values, u_values = (a + b for a, b in zip((v_values, u_values), factors.num_values()))
     save_file(u_tensors, str(whole / U_FILE))
     model, moe = job.model, job.model.moe
     dense = 3 * model.config.hidden_size * moe.intermediate_size * moe.num_experts * len(model.layer_ids)
-    private = job.options.mode == "private"  # an expert's own U travels with it
     metadata = SvdMetadata(
         method=job.options.method, mode=job.options.mode, dtype=job.dtype, layer_ids=model.layer_ids,
         num_experts=moe.num_experts, hidden_size=model.config.hidden_size, intermediate_size=moe.intermediate_size,
@@ -273,15 +289,15 @@ def finish(job: Job, whole: Path) -> SvdMetadata:
         w2_modes={layer: factors.w2_mode for layer, factors in job.done.items()},
         ridge=job.options.ridge, teacher_hash=job.teacher,
         calibration_hash=job.calibration.hash if job.calibration else None,
-        kept=(v_values + private * u_values) / dense, kept_with_u=(v_values + u_values) / dense,
+        kept=sum(factors.num_values() for factors in job.done.values()) / dense,
         heldout_errors=job.errors, options=dataclasses.asdict(job.options),
     )  # fmt: skip
     write_metadata(whole, metadata)
     # What says that a layer is finished goes first: a kill here costs time, and leaves nothing that only looks whole.
     for path in (*sorted(whole.glob("layer_*.json")), *sorted(whole.glob("U_layer_*")), whole / STATE):
         path.unlink(missing_ok=True)
-    replace_folder(whole, job.folder)
-    shutil.rmtree(job.partial, ignore_errors=True)
+    replace_folder(whole, job.folder, KIND)
+    remove_folder(job.partial, KIND)
     return metadata
 
 

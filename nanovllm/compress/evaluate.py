@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from nanovllm.compress.factors import Factors
 from nanovllm.compress.layer import held_out_errors
@@ -23,6 +24,7 @@ from nanovllm.compress.windows import WindowModel
 from nanovllm.errors import ConfigError
 
 EVAL_TOKENS = 10_240
+PIECE = 16  # tokens: so many in a row are a quotation, not chance
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,15 @@ def evaluation_windows(tokenizer: Any, text: Path, max_tokens: int = EVAL_TOKENS
     if not whole:
         raise ConfigError(f"--text {text}: {len(tokens)} tokens, fewer than one window of {window}; give a longer text")
     return Windows.pack([tokens[:whole]], window)
+
+
+def share_seen(windows: Windows, calibration: Windows) -> float:
+    """Of the pieces of PIECE tokens that `windows` is cut into, the part that stands somewhere in the calibration."""
+    pieces = {tuple(ids[i : i + PIECE]) for ids in windows.ids.tolist() for i in range(0, len(ids) - PIECE + 1, PIECE)}
+    found = set()
+    for ids, length in zip(calibration.ids.tolist(), calibration.lens.tolist()):
+        found |= pieces.intersection(zip(*(ids[i : length - PIECE + 1 + i] for i in range(PIECE))))
+    return len(found) / len(pieces)
 
 
 class Student(Teacher):
@@ -68,7 +79,7 @@ def layer_errors(
         return {}
     stream, student = Stream(model, spare, chunk), Student(model, layers)
     found = {}
-    for layer in range(model.num_layers):
+    for layer in tqdm(range(model.num_layers), desc="held-out rows", unit="layer", disable=None, leave=False):
         rows = stream.enter(layer)
         if rows is None:
             stream.leave(layer, None)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from nanovllm.compress.writer import save_file
 from nanovllm.weights.svd_folder import MATRICES, SvdMetadata, u_key, v_file, v_key
 
 
@@ -35,9 +36,8 @@ class Factors:
     def tensors(self) -> list[torch.Tensor]:
         return [*self.u.values(), *self.v.values()]
 
-    def num_values(self) -> tuple[int, int]:
-        """(of V, of U)."""
-        return sum(t.numel() for t in self.v.values()), sum(t.numel() for t in self.u.values())
+    def num_values(self) -> int:
+        return sum(t.numel() for t in self.tensors())
 
     def to(self, *where: torch.device | torch.dtype) -> Factors:
         def moved(side: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

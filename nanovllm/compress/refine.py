@@ -61,7 +61,7 @@ def final_states(
     length = windows.ids.shape[1]
     states = [model.embed(ids).cpu() for ids in windows.ids.split(chunk)]
     routes: list[list[torch.Tensor]] = [[] for _ in states]
-    for layer in range(model.num_layers):
+    for layer in tqdm(range(model.num_layers), desc="running the text", unit="layer", disable=None, leave=False):
         run = experts[layer] if model.is_sparse(layer) else None
         for i, h in enumerate(states):
             x, h = model.attend(layer, h.to(model.device.torch_device), length)

@@ -10,25 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from nanovllm.compress.calibrate import load_calibration
 from nanovllm.compress.distill import StoredFactors, compress
-from nanovllm.compress.evaluate import Quality, evaluation_windows, layer_errors, measure
+from nanovllm.compress.evaluate import Quality, evaluation_windows, layer_errors, measure, share_seen
 from nanovllm.compress.options import Options
-from nanovllm.compress.predict import equal_ranks, predict_curves, predict_damage
+from nanovllm.compress.predict import equal_ranks, perplexity_range, predict_error, predict_losses, text_in_words
 from nanovllm.compress.speed import PROMPT_TOKENS, Speed, measure_speed
 from nanovllm.compress.windows import open_windows
 from nanovllm.errors import NanoVLLMError
 from nanovllm.hardware.device import Device
 from nanovllm.weights.svd_folder import SvdMetadata, teacher_hash
 
-COLUMNS = ["method", "rank", "kept (V)", "kept (V + U)", "MB", "predicted error", "held-out error", "KL", "perplexity",
+logger = logging.getLogger("nanovllm")
+KL, PERPLEXITY = "KL to the teacher, nats a token", "perplexity"
+LOGARITHMIC = (KL, PERPLEXITY)  # charts: PCA's would flatten the rest
+LEAST_KL = 1e-3  # that is drawn: what rounding to bfloat16 alone gives
+SEEN = 0.1  # share of the text that is also in the calibration, from which on the figures are flattered
+COLUMNS = ["method", "rank", "kept", "MB", "predicted error", "held-out error", "KL", "perplexity",
            "top-1", "router", "tok/s here", "s"]  # fmt: skip
 
 
@@ -51,12 +59,12 @@ class Point:
 
     def num_bytes(self) -> int:
         facts = self.metadata
-        return round(facts.kept_with_u * dense_values(facts) * getattr(torch, facts.dtype).itemsize)
+        return round(facts.kept * dense_values(facts) * getattr(torch, facts.dtype).itemsize)
 
     def cells(self) -> list[Any]:
         errors, q = self.layer_errors, self.quality
         return [
-            self.method, self.rank, f"{self.metadata.kept:.1%}", f"{self.metadata.kept_with_u:.1%}",
+            self.method, self.rank, f"{self.metadata.kept:.1%}",
             f"{self.num_bytes() / 1e6:.2f}", f"{self.predicted_error:.3f}",
             f"{sum(errors) / len(errors):.3f}" if errors else "", f"{q.kl:.3f}", f"{q.perplexity:.1f}",
             f"{q.top1:.1%}", f"{q.router:.1%}", rate(self.speed), f"{self.seconds:.0f}",
@@ -64,9 +72,10 @@ class Point:
 
     def record(self) -> dict[str, Any]:
         return {
-            "method": self.method, "rank": self.rank, "kept": self.metadata.kept,
-            "kept_with_u": self.metadata.kept_with_u, "bytes": self.num_bytes(),
-            "predicted_error": self.predicted_error, "heldout_errors": self.metadata.heldout_errors,
+            "method": self.method, "rank": self.rank, "kept": self.metadata.kept, "bytes": self.num_bytes(),
+            "predicted_error": self.predicted_error,
+            "predicted_perplexity_times": [t if t < math.inf else None for t in perplexity_range(self.predicted_error)],
+            "heldout_errors": self.metadata.heldout_errors,
             "w2_modes": {str(k): v for k, v in self.metadata.w2_modes.items()},
             **dataclasses.asdict(self.quality), "seconds": self.seconds,
             "speed": self.speed and dataclasses.asdict(self.speed),
@@ -97,7 +106,7 @@ class Findings:
         """For a table with COLUMNS; the model itself comes first."""
         q, facts = self.points[0].quality, self.points[0].metadata
         size = f"{dense_values(facts) * getattr(torch, facts.dtype).itemsize / 1e6:.2f}"
-        first = ["teacher", "", "100.0%", "100.0%", size, "0.000", "0.000", "0.000", f"{q.teacher_perplexity:.1f}",
+        first = ["teacher", "", "100.0%", size, "0.000", "0.000", "0.000", f"{q.teacher_perplexity:.1f}",
                  "100.0%", "100.0%", rate(self.teacher_speed), ""]  # fmt: skip
         return [first, *(point.cells() for point in self.points)]
 
@@ -119,7 +128,8 @@ def sweep(model_path: Path, calib_path: Path, plan: Plan, scratch: Path) -> Find
     Device.choose(plan.device).release_cached()  # an engine takes what is free: the model above is gone by now
     num_tokens = min(plan.speed_tokens, limit - len(prompt))
     folders = [None, *(scratch / f"{'pca' if p.method == 'pca' else 'distilled'}-{p.rank}" for p in points)]
-    speeds = [speed_or_none(model_path, folder, prompt, num_tokens, plan.device) for folder in folders]
+    bar = tqdm(folders, desc="tokens a second", unit="engine", disable=None)
+    speeds = [speed_or_none(model_path, folder, prompt, num_tokens, plan.device) for folder in bar]
     return Findings([dataclasses.replace(p, speed=s) for p, s in zip(points, speeds[1:])], speeds[0])
 
 
@@ -133,20 +143,26 @@ def measure_points(
             equal_ranks(model, rank)  # a wrong one is told before the first is computed
         windows = evaluation_windows(model.checkpoint.load_tokenizer(), plan.text)
         calibration = load_calibration(calib_path, teacher_hash(model.checkpoint))
-        curves = {"pca": predict_curves(model, None), "distilled": predict_curves(model, calibration)}
-        for rank, method in itertools.product(plan.ranks, ("pca", "distilled")):
+        calibration.warn(model.config.hidden_size)
+        if (seen := share_seen(windows, calibration.windows)) > SEEN:
+            logger.warning("--text %s: %.0f %% of it is in the calibration's text too, so the figures below are too "
+                           "good; measure on other text", plan.text, 100 * seen)  # fmt: skip
+        losses = {"pca": predict_losses(model, None), "distilled": predict_losses(model, calibration)}
+        sweep = list(itertools.product(plan.ranks, ("pca", "distilled")))
+        for rank, method in tqdm(sweep, desc="report", unit="point", disable=None):
             how = dataclasses.replace(plan.options, method=method, rank=rank, target_ratio=None)
             if method == "pca":
                 how = dataclasses.replace(how, refine_steps=0, mode="shared")
             folder = scratch / f"{method}-{rank}"
             started = time.perf_counter()
-            metadata = compress(model_path, None if method == "pca" else calib_path, folder, how, plan.device)
+            calib = None if method == "pca" else calib_path
+            metadata = compress(model_path, calib, folder, how, plan.device, announce=False)
             seconds = time.perf_counter() - started
             factors = StoredFactors(folder, metadata)
             if method == "pca":  # fitted to no rows, but there are some to measure it on
                 errors = layer_errors(model, calibration.windows, factors, how.chunk)
                 metadata = dataclasses.replace(metadata, heldout_errors=errors)
-            error = predict_damage(model, curves[method], equal_ranks(model, rank)).error
+            error = predict_error(model, losses[method], equal_ranks(model, rank))
             name = "refined" if how.refine_steps else method
             points.append(Point(name, rank, metadata, error, measure(model, windows, factors), seconds))
         limit = model.config.max_position_embeddings
@@ -169,8 +185,7 @@ def speed_or_none(
 def lines(points: Sequence[Point]) -> dict[str, dict[str, dict[str, list[tuple[float, float]]]]]:
     """For bench.report.plot_lines."""
     charts: dict[str, dict[str, dict[str, list[tuple[float, float]]]]] = {}
-    for unit, of in (("KL to the teacher, nats a token", lambda p: p.quality.kl),
-                     ("perplexity", lambda p: p.quality.perplexity),
+    for unit, of in ((KL, lambda p: max(LEAST_KL, p.quality.kl)), (PERPLEXITY, lambda p: p.quality.perplexity),
                      ("tokens a second here", lambda p: p.speed and p.speed.tokens_per_second)):  # fmt: skip
         series: dict[str, list[tuple[float, float]]] = {}
         for point in points:
@@ -189,6 +204,6 @@ def summary(points: Sequence[Point]) -> str:
     parts = [f"the model itself has perplexity {teacher:.1f}"]
     for point in points:
         ratio = point.quality.perplexity / teacher
-        word = "unreadable" if ratio > 5 else "clearly worse" if ratio > 1.5 else "close" if ratio > 1.1 else "the same"
-        parts.append(f"{point.method} rank {point.rank} ({point.metadata.kept:.0%}) {ratio:.2f} times that ({word})")
+        parts.append(f"{point.method} rank {point.rank} ({point.metadata.kept:.0%}) {ratio:.2f} times that "
+                     f"({text_in_words(ratio)})")  # fmt: skip
     return "; ".join(parts)

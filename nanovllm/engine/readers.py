@@ -17,6 +17,7 @@ from nanovllm.errors import ConfigError
 
 logger = logging.getLogger("nanovllm")
 
+START = b'{"type": "header"'  # of every trace
 MAX_UNREAD = 256  # events in a Mailbox: some seconds of a fast engine
 
 
@@ -91,6 +92,10 @@ class TraceFile:
         self._path = path
         self._size = 0
         try:
+            if Path(path).is_file():  # a device or a pipe has nothing to lose
+                with open(path, "rb") as old:
+                    if old.read(len(START)) not in (b"", START):
+                        raise ConfigError(f"trace={str(path)!r}: is no trace; it is not overwritten, name another file")
             self._file: Any = open(path, "wb")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"trace={str(path)!r}: cannot be written ({error}): name a file in a folder") from None

@@ -21,7 +21,7 @@ from nanovllm.executor.kv_cache import CacheLayout, allocate
 from nanovllm.executor.mixed_graphs import MixedGraphs, MixedInputs, compute_mixed
 from nanovllm.executor.model_runner import InFlight, ModelRunner
 from nanovllm.hardware.device import Device
-from nanovllm.hardware.staging import Download, Uploader
+from nanovllm.hardware.staging import Download, Downloads, Uploader
 from nanovllm.models.transformer import Transformer
 from nanovllm.sampling.plain import is_plain
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
@@ -40,6 +40,7 @@ class GpuRunner:
         self._caches = allocate(layout, model.specs, device)
         self._batch = InputBatch(max_num_seqs, max_model_len, layout.block_size)
         self._uploader = Uploader(device)
+        self._downloads = Downloads()
         num_blocks = -(-max_model_len // layout.block_size)
         self._max_model_len = max_model_len
         self._row_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device.torch_device)
@@ -76,6 +77,7 @@ class GpuRunner:
         self.device.synchronize()  # an interrupted upload may still be read, and has recorded no event
         self._batch.clear()
         self._changed_rows.clear()
+        self._downloads.reset()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -97,7 +99,7 @@ class GpuRunner:
         lanes = self._begin_lanes(plan.entries, plan.num_steps)
         self._graphs.run(len(lanes.tokens), plan.num_steps)
         self._keep_tokens(lanes)
-        download = Download(lanes.out[: len(plan.entries), : plan.num_steps])
+        download = self._downloads.start(lanes.out[: len(plan.entries), : plan.num_steps])
         return InFlight(lambda: self._collect(plan.entries, download))
 
     def _begin_lanes(self, entries: tuple[PlanEntry, ...], num_steps: int) -> Lanes:
@@ -151,7 +153,7 @@ class GpuRunner:
             sampled = compute_mixed(
                 self.model, self._caches, sent, self._row_tokens, num_decodes, self._max_model_len
             )
-        download = Download(sampled[:, None])
+        download = self._downloads.start(sampled[:, None])
         return InFlight(lambda: self._collect(order, download, plan))
 
     def _mixed_inputs(self, entries: tuple[PlanEntry, ...], sampling: list[PlanEntry]) -> MixedInputs:

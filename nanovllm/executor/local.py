@@ -27,7 +27,7 @@ from nanovllm.executor.low_rank import open_low_rank
 from nanovllm.executor.mixed_graphs import TOKEN_BUCKETS
 from nanovllm.executor.model_runner import InFlight, ModelRunner, try_largest_step
 from nanovllm.executor.no_effect import options_without_effect
-from nanovllm.hardware.device import Device
+from nanovllm.hardware.device import Device, keep_for_ever
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig
@@ -231,6 +231,7 @@ class LocalExecutor:
             return function()
         except Exception as error:
             if self.parallel.size == 1 and self.device.is_lost():
+                keep_for_ever(self.runner)
                 raise EngineDeadError(
                     f"the GPU can no longer be used by this process ({type(error).__name__}: {error}); start a new one"
                 ) from error

@@ -6,6 +6,7 @@ need no branches.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Callable
@@ -128,6 +129,11 @@ class Device:
     def release_cached(self) -> None:
         if self.is_gpu:
             torch.cuda.empty_cache()
+
+
+def keep_for_ever(thing: object) -> None:
+    """What lies in pinned memory or on a lost card must never be freed: torch would abort the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

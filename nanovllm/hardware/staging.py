@@ -87,15 +87,46 @@ class StaticUpload:
         self._staging.copy(arrays, self._places, self._memory)
 
 
+class Downloads:
+    """Pinned buffers for results. They live as long as this does: torch aborts the process if pinned memory is freed
+    after the card was lost, and a step that fails drops its Download first."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._busy: list[torch.Tensor] = []
+
+    def start(self, tensor: torch.Tensor) -> Download:
+        size = tensor.numel() * tensor.element_size()
+        found = next((i for i, buffer in enumerate(self._free) if len(buffer) >= size), None)
+        if found is None:
+            buffer = torch.empty(1 << max(size - 1, 1).bit_length(), dtype=torch.uint8, pin_memory=True)
+        else:
+            buffer = self._free.pop(found)
+        self._busy.append(buffer)
+        return Download(tensor, buffer, self)
+
+    def take_back(self, buffer: torch.Tensor) -> None:
+        self._busy = [other for other in self._busy if other is not buffer]
+        self._free.append(buffer)
+
+    def reset(self) -> None:
+        """Nothing is on its way any more: buffers whose Download was dropped are free."""
+        self._free, self._busy = self._free + self._busy, []
+
+
 class Download:
     """A device tensor on its way to the host."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor, owner: Downloads) -> None:
+        self._buffer, self._owner = buffer, owner
+        self._host = buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
         self._host.copy_(tensor, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record()
 
     def wait(self) -> list:
+        """Once: the buffer is then used for another."""
         self._arrived.synchronize()
-        return self._host.tolist()
+        found = self._host.tolist()
+        self._owner.take_back(self._buffer)
+        return found

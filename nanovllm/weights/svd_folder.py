@@ -54,8 +54,7 @@ class SvdMetadata:
     ridge: float
     teacher_hash: str
     calibration_hash: str | None
-    kept: float  # bytes of V / bytes of the dense experts: what an expert costs to load. U is read once a layer
-    kept_with_u: float
+    kept: float  # bytes of V and U / bytes of the dense experts
     heldout_errors: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # how it was made; decides whether a broken run can go on
 

@@ -223,6 +223,16 @@ def test_drawing(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_axis_is_logarithmic_where_one_line_would_flatten_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure, drawn = pytest.importorskip("matplotlib.figure"), []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: drawn.append(self))
+    rows = {"KL": {"a": {"x": [(1, 0.01), (8, 9.0)]}}, "tok/s": {"a": {"x": [(1, 2.0)]}}}
+    report.plot_lines(tmp_path / "out.png", "bytes", rows, log_y=("KL",))
+    assert [axes.get_yscale() for axes in drawn[0].axes] == ["log", "linear"]
+
+
 def test_each_value_once() -> None:
     assert Sweep.parse("sdpa, sdpa", "8,1,8", "4,4") == Sweep(("sdpa",), (8, 1), (4,))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.bench import compare_hf
+from nanovllm.bench import compare_hf, report
 from nanovllm.bench.workload import Lengths, Shape
 from nanovllm.errors import ModelError
 from tests.cli.runner import SMALL, Run
@@ -107,11 +106,11 @@ def test_bad_length(run: Run, args: Any) -> None:
     assert "9..3" in result.err
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
-def test_plot_without_matplotlib_is_refused_first(run: Run, args: Any) -> None:
+def test_plot_without_matplotlib_is_refused_first(run: Run, args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     result = run("bench", "throughput", *args, "--plot", "out.png")
     assert result.code == 2
-    assert "pip install matplotlib" in result.err
+    assert "pip install 'nano-vllm[plot]'" in result.err
     assert result.out == ""
 
 

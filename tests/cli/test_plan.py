@@ -102,6 +102,12 @@ def test_json(run: Run, tmp_path: Path) -> None:
     refused = run("plan", "--model", MIXTRAL, *CARD, "--json", tmp_path / "no" / "plan.json")
     assert refused.code == 2
     assert "cannot be written" in refused.err
+    other = tmp_path / "config.json"
+    other.write_text('{"architectures": []}')
+    refused = run("plan", "--model", MIXTRAL, *CARD, "--json", other)
+    assert refused.code == 2
+    assert "is a file of another kind, and would be overwritten" in refused.err
+    assert other.read_text() == '{"architectures": []}'
 
 
 def test_given_bandwidths(run: Run) -> None:

@@ -53,7 +53,7 @@ def test_the_documented_layout(made: Path) -> None:
     facts = json.loads((made / METADATA).read_text())
     wanted = {"format": "nanovllm-svd-experts", "version": 1, "method": "pca", "mode": "shared", "dtype": "bfloat16",
               "num_layers": 4, "layer_ids": [0, 1, 2, 3], "num_experts": 8, "hidden_size": 128, "rank": 8,
-              "intermediate_size": 256, "calibration_hash": None, "kept": 8 / 128}  # fmt: skip
+              "intermediate_size": 256, "calibration_hash": None, "kept": 8 / 128 * 17 / 16}  # fmt: skip
     assert {name: facts[name] for name in wanted} == wanted
     assert facts["ranks"]["3"] == {"w1": 8, "w2": 8, "w3": 8}
     u = load_file(made / U_FILE)

@@ -54,7 +54,7 @@ def run_child(code: str) -> subprocess.CompletedProcess[str]:
     """With as many threads as here: sums of as many parts, equal to the last bit."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     words = [sys.executable, "-c", code]
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
 def run_killed(owner: str, name: str, calls: int, job: str) -> None:
@@ -149,7 +149,8 @@ main()
 """
     ended = run_child(code)
     assert ended.returncode == 2, ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
+    lines = ended.stderr.strip().splitlines()
+    assert [line for line in lines if not line.startswith("calibration: ")] == [lines[-1]], ended.stderr  # warnings
     assert "File too large" in ended.stderr
     assert "the previous folder is untouched, and finished layers are kept in svd.partial" in ended.stderr
     assert content(folder) == before

@@ -119,8 +119,13 @@ def test_the_ridge_pulls_to_the_prior_and_not_to_zero() -> None:
 
 
 def test_sums_are_in_double() -> None:
-    rows = torch.full((200_000, 2), 0.1)
-    assert solve.gram(rows)[0, 0].item() == pytest.approx(2000.0, rel=1e-6)
+    """2**24 + 4095 is no number of fp32, whatever the order of its sum; in fp64 every partial sum is exact."""
+    rows = torch.ones(4096, 2)
+    rows[0] = 4096.0
+    others = torch.cat([rows, -rows], 1)
+    assert solve.gram(rows).eq(2**24 + 4095).all()
+    assert solve.gram(rows, solve.gram(rows)).eq(2 * (2**24 + 4095)).all()
+    assert solve.gram(rows, None, others)[0].tolist() == [2**24 + 4095] * 2 + [-(2**24) - 4095] * 2
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -138,6 +143,16 @@ def test_full_rank_is_the_teacher(mode: str, w2_mode: str, r2: int) -> None:
     assert all(found < 1e-5 for found in wanted["experts"])  # type: ignore[attr-defined]
     if mode == "shared":
         assert error(rows, experts, pca_layer(experts, ranks(H, r2), w2_mode, torch.float32)) < 1e-5
+
+
+@pytest.mark.parametrize("rank", [1, 6])
+@pytest.mark.parametrize(("mode", "w2_mode", "_"), FULL)
+def test_factors_lie_in_memory_as_they_do_in_a_file(mode: str, w2_mode: str, rank: int, _: int) -> None:
+    """Row by row. A product of the same numbers in another layout may round otherwise."""
+    rows, experts = make_rows(), make_experts()
+    found = [distil_layer(rows, experts, ranks(rank), w2_mode, Fit(mode=mode))]
+    found += [pca_layer(experts, ranks(rank), w2_mode, torch.float32)] * (mode == "shared")
+    assert all(t.is_contiguous() for factors in found for t in factors.tensors())
 
 
 def test_what_inputs_look_like_decides() -> None:

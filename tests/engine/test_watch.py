@@ -390,6 +390,18 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
         TraceFile(tmp_path / "no" / "folder.jsonl", HEADER)
 
 
+def test_a_trace_overwrites_nothing_but_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("years of work")
+    with pytest.raises(ConfigError, match=r"thesis\.txt': is no trace; it is not overwritten, name another file"):
+        TraceFile(path, HEADER)
+    assert path.read_text() == "years of work"
+    path.write_text("")
+    for _ in range(2):  # an empty file, then a trace
+        TraceFile(path, HEADER).end()
+        assert path.read_text().startswith('{"type": "header"')
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "run.jsonl"
     caplog.set_level("WARNING", logger="nanovllm")

@@ -175,7 +175,6 @@ def made_up(place: Path, layers: int, rank: int | None) -> Path:
         method="pca", mode="shared", dtype="bfloat16", layer_ids=ids, num_experts=8, hidden_size=4096,
         intermediate_size=14336, ranks={i: {"w1": rank, "w2": rank, "w3": rank} for i in ids},
         w2_modes=dict.fromkeys(ids, "output"), ridge=0.0, teacher_hash="", calibration_hash=None, kept=rank / 4096,
-        kept_with_u=rank / 4096,
     ))  # fmt: skip
     return folder
 

@@ -123,7 +123,7 @@ def test_layouts_round_ranks_up_and_private_experts_are_dense() -> None:
     metadata = SvdMetadata(
         method="pca", mode="shared", dtype="bfloat16", layer_ids=(0, 2), num_experts=4, hidden_size=24,
         intermediate_size=32, ranks=ranks, w2_modes={0: "input", 2: "output"}, ridge=0.0, teacher_hash="",
-        calibration_hash=None, kept=0.5, kept_with_u=0.5,
+        calibration_hash=None, kept=0.5,
     )  # fmt: skip
     first, second = layouts_of(metadata)
     assert first.parts == {"gate": (32, 16), "up": (32, 16), "down": (24, 8)}

@@ -104,10 +104,11 @@ def test_killed_or_hung_at_any_moment(make_two: MakeTwo) -> None:
 
         timer = threading.Timer(rng.random() * 0.3, strike)  # in the middle of whatever is going on
         timer.start()
-        run_to_death(llm, "rank 1", "signal 9" if sign == signal.SIGKILL else "no answer within 2 s")
+        run_to_death(llm, "rank 1", "signal 9" if sign == signal.SIGKILL else "no answer within")
         timer.join()
         took = time.monotonic() - sent[0]
-        assert took < NOTICED, (sign, took)
+        # An all-reduce that had begun when the worker was stopped waits for the limit that it began with.
+        assert took < NOTICED + PATIENT * (sign == signal.SIGSTOP), (sign, took)
         with pytest.raises(EngineDeadError, match="rank 1"):
             llm.engine.executor.launch(None)  # type: ignore[arg-type]
         assert not is_alive(worker), "not even a stopped process may stay"
