@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,12 @@ class Run:
         return self.num_output_tokens / self.seconds
 
 
-def run_workload(engine: LLMEngine, workload: Workload, temperature: float, title: str = "measuring") -> Run:
-    """On a terminal `title` and a bar of its tokens are shown, drawn at most ten times a second."""
+def run_workload(
+    engine: LLMEngine, workload: Workload, temperature: float, title: str = "measuring",
+    asks: Callable[[int], dict[str, Any]] = lambda _: {},
+) -> Run:  # fmt: skip
+    """On a terminal `title` and a bar of its tokens are shown, drawn at most ten times a second. `asks`: what else the
+    SamplingParams of the request of this number say."""
     stats = engine.stats
     stats.peak_blocks, stats.peak_waste = 0, 1.0
     prefill_before = stats.prefill_seconds
@@ -44,7 +49,8 @@ def run_workload(engine: LLMEngine, workload: Workload, temperature: float, titl
     with tqdm(total=workload.num_output_tokens, desc=title, unit="tok", disable=None, leave=False) as bar:
         started = time.perf_counter()
         for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens)):
-            params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
+            asked = {"temperature": temperature, "max_tokens": length, "ignore_eos": True, **asks(index)}
+            params = SamplingParams(**asked)
             engine.add_request(f"bench-{index}", {"prompt_token_ids": prompt}, params, final_only=True)
         while engine.has_unfinished_requests():
             done.update((output.request_id, output) for output in engine.step())

@@ -34,7 +34,6 @@ from nanovllm.hardware.device import is_out_of_memory
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.sizing import refuse_without_experts
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling.plain import is_plain
 from nanovllm.sampling.structured import Grammars
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
@@ -84,7 +83,7 @@ class LLMEngine:
         self._moved: list[Sequence] = []  # since the last report
         self._changing = False  # also after a change that an exception cut short
         self._last_landing = 0.0
-        self._num_host_sampled = 0  # running requests that need the full sampler
+        self._num_grammars = 0  # running requests with one
         self._seq_ids = itertools.count()
         self._request_count = itertools.count()
         self._closed = False
@@ -138,7 +137,7 @@ class LLMEngine:
         number = next(self._request_count)
         with self._change():  # nothing is refused any more
             self._requests[request_id] = request
-            self._num_host_sampled += not is_plain(params)
+            self._num_grammars += params.structured_outputs is not None
             for index in range(params.n):
                 seq = self._sequence(parsed, params, derive_seed(self.config.seed, number, params.seed, index))
                 seq.priority, seq.bad_words_ids = priority, bad_words
@@ -229,7 +228,7 @@ class LLMEngine:
         for seq in self._moved:
             if not seq.finished:
                 seq.end("error", "the engine was interrupted" if error is None else f"{type(error).__name__}: {error}")
-        self._num_host_sampled = sum(not is_plain(request.params) for request in self._requests.values())
+        self._num_grammars = sum(request.params.structured_outputs is not None for request in self._requests.values())
         self.watch.failed(self.scheduler.step, "interrupted")
         self._changing = False
 
@@ -242,8 +241,8 @@ class LLMEngine:
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
         with self._change():
-            # A request that the host samples for must have its tokens known before the next step is planned.
-            depth = 1 if alone or self._num_host_sampled else self.executor.overlap
+            # A grammar must know a token before it can say which may follow.
+            depth = 1 if alone or self._num_grammars else self.executor.overlap
             while len(self._flights) < depth and self._launch_next():
                 pass
             if self._flights:
@@ -331,7 +330,7 @@ class LLMEngine:
 
     def _drop(self, request: Request) -> None:
         del self._requests[request.request_id]
-        self._num_host_sampled -= not is_plain(request.params)
+        self._num_grammars -= request.params.structured_outputs is not None
         for completion in request.completions:
             del self._by_seq[completion.seq.seq_id]
 

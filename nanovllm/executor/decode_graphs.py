@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +22,12 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
+from nanovllm.ops.sampling import SamplerState
 
+if TYPE_CHECKING:
+    from nanovllm.ops.triton.sampling import Drawn
+
+AfterStep = Callable[[torch.Tensor, "Drawn"], None]
 MAX_STEPS = 64  # most replays between two visits (EngineConfig.decode_steps is bounded by it)
 
 
@@ -40,8 +46,6 @@ class Lanes:
     context_lens: torch.Tensor  # int32, 0 = padding
     slots: torch.Tensor  # int64, -1 = padding
     block_tables: torch.Tensor  # int32 [lanes, most blocks]
-    temperatures: torch.Tensor  # float32
-    seeds: torch.Tensor  # int64
     out: torch.Tensor  # int64 [lanes, MAX_STEPS]: what each replay sampled
     step: torch.Tensor  # int32 [1]: replays since the visit began
 
@@ -53,22 +57,21 @@ class Lanes:
         return cls(
             zeros(num_lanes, dtype=torch.int32) - 1, zeros(num_lanes), zeros(num_lanes),
             zeros(num_lanes, dtype=torch.int32), zeros(num_lanes) - 1,
-            zeros(num_lanes, num_blocks, dtype=torch.int32), zeros(num_lanes, dtype=torch.float32), zeros(num_lanes),
-            zeros(num_lanes, MAX_STEPS), zeros(1, dtype=torch.int32),
+            zeros(num_lanes, num_blocks, dtype=torch.int32), zeros(num_lanes, MAX_STEPS), zeros(1, dtype=torch.int32),
         )  # fmt: skip
 
     def first(self, count: int) -> Lanes:
-        parts = (self.rows, self.tokens, self.positions, self.context_lens, self.slots, self.block_tables,
-                 self.temperatures, self.seeds, self.out)  # fmt: skip
+        parts = (self.rows, self.tokens, self.positions, self.context_lens, self.slots, self.block_tables, self.out)
         return Lanes(*(part[:count] for part in parts), self.step)
 
 
 class DecodeGraphs:
     def __init__(
         self, model: Transformer, caches: list[KVCache], device: Device, max_num_seqs: int, max_model_len: int,
-        block_size: int, eager: bool,
+        block_size: int, eager: bool, state: SamplerState,
     ) -> None:  # fmt: skip
         self._model = model
+        self._state = state
         self._caches = caches
         self._device = device
         self._block_size = block_size
@@ -76,6 +79,7 @@ class DecodeGraphs:
         self._eager = eager
         self.sizes = bucket_sizes(max_num_seqs)
         self.lanes = Lanes.allocate(max_num_seqs, -(-max_model_len // block_size), device.torch_device)
+        self._newest: dict[int, tuple[torch.Tensor, Drawn]] = {}  # what the newest replay of a size left
         self._arange = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device.torch_device)
         self._replays: dict[int, Callable[[], None]] = {}
 
@@ -115,10 +119,14 @@ class DecodeGraphs:
     def size_for(self, num_lanes: int) -> int:
         return next(size for size in self.sizes if size >= num_lanes)
 
-    def run(self, num_lanes: int, num_steps: int) -> None:
-        replay = self._replays[self.size_for(num_lanes)]
+    def run(self, num_lanes: int, num_steps: int, after_each: AfterStep | None = None) -> None:
+        """`after_each` gets the logits and what was drawn, which the next replay overwrites."""
+        size = self.size_for(num_lanes)
+        replay = self._replays[size]
         for _ in range(num_steps):
             replay()
+            if after_each is not None:
+                after_each(*self._newest[size])
 
     def _compute(self, size: int) -> None:
         self._sample(size, self._model(self._step(size), self._caches))
@@ -140,12 +148,13 @@ class DecodeGraphs:
 
     def _sample(self, size: int, hidden: torch.Tensor) -> None:
         from nanovllm.ops.triton.decode_state import advance
-        from nanovllm.ops.triton.sampling import sample
+        from nanovllm.ops.triton.sampling import draw
 
-        lanes = self.lanes.first(size)
+        lanes, logits = self.lanes.first(size), self._model.logits(hidden)
         # The token being drawn stands one position after the one just fed.
-        sampled = sample(self._model.logits(hidden), lanes.temperatures, lanes.seeds, lanes.context_lens)
+        drawn = draw(logits, lanes.rows, lanes.context_lens, self._state)
+        self._newest[size] = (logits, drawn)
         advance(
-            sampled, lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables, lanes.out,
+            drawn.tokens, lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables, lanes.out,
             lanes.step, self._block_size,
         )  # fmt: skip

@@ -3,27 +3,31 @@
 `launch(plan)` uploads what is new in one copy, queues the step and a download of the sampled tokens, and returns.
 `InFlight.result()` waits for that download alone, so the next plan can be made and queued meanwhile.
 
-Two paths. A plan of decodes whose rows sample plainly (temperature or greedy) replays a captured graph num_steps
-times. Any other plan is launched kernel by kernel; rows that need the full sampler (top-p, penalties, logprobs, ...)
-are sampled there with the host's help, which waits.
+A plan of decodes replays a captured graph num_steps times; any other plan is one step, captured if it is small.
+Sampling is part of both, whatever the requests ask for: their parameters are rows of device memory (`DeviceRows`). The
+host takes part in two cases. A grammar must know a token before it can say which may follow, so such a plan waits after
+every step. Logprobs of more than MAX_LOGPROBS tokens are computed from a copy of the logits when the result is fetched.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
 from nanovllm.executor.decode_graphs import DecodeGraphs, Lanes
-from nanovllm.executor.input_batch import InputBatch
+from nanovllm.executor.input_batch import InputBatch, StepArrays
 from nanovllm.executor.kv_cache import CacheLayout, allocate
 from nanovllm.executor.mixed_graphs import MixedGraphs, MixedInputs, compute_mixed
-from nanovllm.executor.model_runner import InFlight, ModelRunner
+from nanovllm.executor.model_runner import InFlight, score, scored_rows
+from nanovllm.executor.reports import Wanted
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import Download, Downloads, Uploader
 from nanovllm.models.transformer import Transformer
-from nanovllm.sampling.plain import is_plain
+from nanovllm.sampling.device_rows import DeviceRows
+from nanovllm.sampling.structured import Grammar
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
 
@@ -46,13 +50,15 @@ class GpuRunner:
         self._row_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device.torch_device)
         self._row_tables = torch.zeros(max_num_seqs, num_blocks, dtype=torch.int32, device=device.torch_device)
         self._changed_rows: dict[int, None] = {}  # rows whose block table on the device is behind
-        self._graphs = DecodeGraphs(model, self._caches, device, max_num_seqs, max_model_len, layout.block_size, eager)
+        self._sampler = DeviceRows(max_num_seqs + 1, model.head.vocab_size, device.torch_device)
+        state = self._sampler.state
+        self._graphs = DecodeGraphs(
+            model, self._caches, device, max_num_seqs, max_model_len, layout.block_size, eager, state
+        )
         most = 0 if eager or not model.graph_safe else max_num_tokens
         self._mixed_graphs = MixedGraphs(
-            model, self._caches, device, self._row_tokens, num_blocks, most, max_model_len
+            model, self._caches, device, self._row_tokens, state, num_blocks, most, max_model_len
         )
-        # Sampling that needs the host, prompt logprobs included, is the plain runner's work on our caches and batch.
-        self._host_runner = ModelRunner(model, layout, device, self._caches, self._batch, draw_plain=self._draw_plain)
 
     def capture(self) -> None:
         with torch.inference_mode():
@@ -85,22 +91,48 @@ class GpuRunner:
         for entry in plan.entries:
             if entry.block_ids:
                 self._changed_rows[self._batch.row(entry.seq_id)] = None
-        if not all(is_plain(self._batch.arrival(entry.seq_id).params) for entry in plan.entries):
-            return self._launch_sampled_by_host(plan)
-        if plan.is_decode_only:
-            return self._launch_decodes(plan)
-        return self._launch_mixed(plan)
-
-    def _launch_sampled_by_host(self, plan: StepPlan) -> InFlight:
-        result = self._host_runner.compute(plan)
-        return InFlight(lambda: result)
+        ids = [arrival.seq_id for arrival in plan.arrivals]
+        arrived = {self._batch.row(seq_id): self._batch.sampling_row(seq_id) for seq_id in ids}
+        self._sampler.fill(arrived, self._uploader.send)
+        return self._launch_decodes(plan) if plan.is_decode_only else self._launch_mixed(plan)
 
     def _launch_decodes(self, plan: StepPlan) -> InFlight:
         lanes = self._begin_lanes(plan.entries, plan.num_steps)
-        self._graphs.run(len(lanes.tokens), plan.num_steps)
+        wanted = self._wanted(plan.entries, lanes.rows)
+        has_grammar = any(self._grammar(entry) for entry in plan.entries)
+        if has_grammar:
+            self._run_with_grammars(plan, lanes, wanted)
+        else:
+            self._graphs.run(len(lanes.tokens), plan.num_steps, wanted.after_step)
         self._keep_tokens(lanes)
         download = self._downloads.start(lanes.out[: len(plan.entries), : plan.num_steps])
-        return InFlight(lambda: self._collect(plan.entries, download))
+        wanted.start(self._downloads)
+        return InFlight(lambda: self._collect(plan.entries, download, wanted, known=has_grammar))
+
+    def _wanted(self, entries: Iterable[PlanEntry], rows: torch.Tensor) -> Wanted:
+        num_tops = [self._batch.arrival(entry.seq_id).params.logprobs for entry in entries]
+        return Wanted(num_tops, rows, self._sampler.state)
+
+    def _run_with_grammars(self, plan: StepPlan, lanes: Lanes, wanted: Wanted) -> None:
+        for step in range(plan.num_steps):
+            self._send_masks(plan.entries)
+            self._graphs.run(len(lanes.tokens), 1, wanted.after_step)
+            tokens = self._downloads.start(lanes.out[: len(plan.entries), step]).wait()
+            for entry, token_id in zip(plan.entries, tokens):
+                self._batch.append(entry.seq_id, token_id)
+
+    def _send_masks(self, entries: Iterable[PlanEntry]) -> None:
+        masks = {}
+        for entry in entries:
+            if entry.samples and (grammar := self._grammar(entry)) is not None:
+                output = self._batch.sampling_row(entry.seq_id).output_ids
+                masks[self._batch.row(entry.seq_id)] = grammar.words(output, self.model.head.vocab_size)
+        if masks:
+            self._sampler.send_masks(masks, self._uploader.send)
+
+    def _grammar(self, entry: PlanEntry) -> Grammar | None:
+        found = self._batch.arrival(entry.seq_id).params.structured_outputs
+        return found if isinstance(found, Grammar) else None
 
     def _begin_lanes(self, entries: tuple[PlanEntry, ...], num_steps: int) -> Lanes:
         """Point the lanes of a graph at the sequences of a plan; one upload."""
@@ -113,17 +145,14 @@ class GpuRunner:
         positions[:count] = [entry.start for entry in entries]
         tokens = np.full(size, -1, dtype=np.int32)
         tokens[:count] = self._batch.known_tokens(rows[:count], positions[:count])
-        temperatures, seeds = self._sampling_arrays([entry.seq_id for entry in entries], size)
         num_blocks = (int(positions.max()) + num_steps) // self.layout.block_size + 1
         num_blocks = min(num_blocks, self._row_tables.shape[1])
         changed, tables = self._take_changed(num_blocks)
-        d_rows, d_tokens, d_positions, d_temperatures, d_seeds, d_changed, d_tables = self._uploader.send(
-            [rows, tokens, positions, temperatures, seeds, changed, tables]
+        d_rows, d_tokens, d_positions, d_changed, d_tables = self._uploader.send(
+            [rows, tokens, positions, changed, tables]
         )
         lanes = self._graphs.lanes.first(size)
         lanes.rows.copy_(d_rows)
-        lanes.temperatures.copy_(d_temperatures)
-        lanes.seeds.copy_(d_seeds)
         lanes.step.zero_()
         if len(changed):
             self._row_tables[:, :num_blocks].index_copy_(0, d_changed, d_tables)
@@ -142,26 +171,45 @@ class GpuRunner:
     def _launch_mixed(self, plan: StepPlan) -> InFlight:
         entries = tuple(sorted(plan.entries, key=lambda entry: entry.num_new > 1))  # decodes first
         order = [entry for entry in entries if entry.samples]
-        inputs = self._mixed_inputs(entries, order)
-        size = self._mixed_graphs.size_for(len(inputs.tokens), len(entries))
+        self._send_masks(order)
+        arrays = self._batch.arrays(entries)
+        scored = scored_rows(self._batch, entries, arrays)
+        inputs = self._mixed_inputs(entries, order, arrays, scored)
+        size = None if scored else self._mixed_graphs.size_for(len(inputs.tokens), len(entries))
         if size is not None:
-            sampled = self._mixed_graphs.run(size, inputs)
+            out = self._mixed_graphs.run(size, inputs)
         else:
             fields = [getattr(inputs, field) for field in MixedInputs.__dataclass_fields__]
             num_decodes = sum(entry.num_new == 1 for entry in entries)
-            sent = self._uploader.send(fields)
-            sampled = compute_mixed(
-                self.model, self._caches, sent, self._row_tokens, num_decodes, self._max_model_len
+            sent, state = self._uploader.send(fields), self._sampler.state
+            out = compute_mixed(
+                self.model, self._caches, sent, self._row_tokens, state, num_decodes, self._max_model_len
             )
-        download = self._downloads.start(sampled[:, None])
-        return InFlight(lambda: self._collect(order, download, plan))
+        download = self._downloads.start(out.drawn.tokens[: len(order), None])
+        wanted = self._wanted(order, out.rows)
+        if wanted.after_step:
+            wanted.after_step(out.logits, out.drawn)
+        wanted.start(self._downloads)
+        targets = {seq_id: self._batch.tokens(seq_id)[arrays.positions[rows.start : rows.stop] + 1].copy()
+                   for seq_id, rows in scored.items()}  # fmt: skip
+        num_tops = {seq_id: self._batch.arrival(seq_id).params.prompt_logprobs for seq_id in scored}
 
-    def _mixed_inputs(self, entries: tuple[PlanEntry, ...], sampling: list[PlanEntry]) -> MixedInputs:
-        arrays = self._batch.arrays(entries)
+        def finish() -> StepResult:
+            result = self._collect(order, download, wanted, plan)
+            parts = out.scored.split([len(rows) for rows in scored.values()])
+            with torch.inference_mode():
+                for seq_id, hidden in zip(scored, parts):
+                    result.prompt_logprobs[seq_id] = score(self.model, hidden, targets[seq_id], num_tops[seq_id])
+            return result
+
+        return InFlight(finish)
+
+    def _mixed_inputs(
+        self, entries: tuple[PlanEntry, ...], sampling: list[PlanEntry], arrays: StepArrays, scored: dict[int, range]
+    ) -> MixedInputs:
         rows = [self._batch.row(entry.seq_id) for entry in entries]
         token_rows = np.repeat(rows, [entry.num_new for entry in entries])
-        temperatures, seeds = self._sampling_arrays([entry.seq_id for entry in sampling], len(sampling))
-        last = arrays.query_starts[1:][[entry.samples for entry in entries]]
+        last = arrays.query_starts[1:][[entry.samples for entry in entries]].astype(np.int64) - 1
         return MixedInputs(
             tokens=self._batch.known_tokens(token_rows, arrays.positions).astype(np.int64),
             token_rows=token_rows.astype(np.int64),
@@ -170,41 +218,28 @@ class GpuRunner:
             query_starts=arrays.query_starts,
             context_lens=arrays.context_lens,
             block_tables=arrays.block_tables,
-            logit_rows=last.astype(np.int64) - 1,
-            rows=np.array([self._batch.row(entry.seq_id) for entry in sampling], dtype=np.int64),
-            temperatures=temperatures,
-            seeds=seeds,
+            logit_rows=np.concatenate([last, *(np.array(found, dtype=np.int64) for found in scored.values())]),
+            rows=np.array([self._batch.row(entry.seq_id) for entry in sampling], dtype=np.int32),
         )
 
-    def _collect(self, entries: tuple[PlanEntry, ...] | list[PlanEntry], download: Download,
-                 plan: StepPlan | None = None) -> StepResult:  # fmt: skip
-        """Tokens in the order of `entries`, or, if a plan is given, in the order of its own sampling entries."""
+    def _collect(
+        self, entries: tuple[PlanEntry, ...] | list[PlanEntry], download: Download, wanted: Wanted,
+        plan: StepPlan | None = None, known: bool = False,
+    ) -> StepResult:  # fmt: skip
+        """Tokens in the order of `entries`, or, if a plan is given, in the order of its own sampling entries.
+        `known`: the batch has them already."""
         tokens = download.wait()
         for entry, new in zip(entries, tokens):
-            for token_id in new:
+            for token_id in () if known else new:
                 self._batch.append(entry.seq_id, token_id)
+        with torch.inference_mode():
+            logprobs = wanted.read(tokens)
         if plan is not None:
-            by_id = {entry.seq_id: new for entry, new in zip(entries, tokens)}
-            tokens = [by_id[entry.seq_id] for entry in plan.entries if entry.samples]
-        return StepResult(token_ids=tokens)
-
-    def _draw_plain(self, logits: torch.Tensor, seq_ids: list[int]) -> list[int]:
-        """The rows of a host-sampled step that draw plainly: by the same kernel as in a graph, or a seed would give
-        other tokens when another request needs the host."""
-        from nanovllm.ops.triton.sampling import sample
-
-        temperatures, seeds = self._sampling_arrays(seq_ids, len(seq_ids))
-        positions = np.array([len(self._batch.tokens(seq_id)) for seq_id in seq_ids])
-        return sample(logits, *self._uploader.send([temperatures, seeds, positions])).tolist()
-
-    def _sampling_arrays(self, seq_ids: list[int], size: int) -> tuple[np.ndarray, np.ndarray]:
-        temperatures = np.zeros(size, dtype=np.float32)
-        seeds = np.zeros(size, dtype=np.uint64)
-        for i, seq_id in enumerate(seq_ids):
-            arrival = self._batch.arrival(seq_id)
-            temperatures[i] = 0.0 if arrival.params.is_greedy else arrival.params.temperature
-            seeds[i] = arrival.seed
-        return temperatures, seeds.view(np.int64)
+            place = {entry.seq_id: i for i, entry in enumerate(entries)}
+            order = [place[entry.seq_id] for entry in plan.entries if entry.samples]
+            tokens = [tokens[i] for i in order]
+            logprobs = None if logprobs is None else [logprobs[i] for i in order]
+        return StepResult(token_ids=tokens, logprobs=logprobs)
 
     def _take_changed(self, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
         rows = list(self._changed_rows)

@@ -37,6 +37,7 @@ from nanovllm.moe.cache import ExpertStats
 from nanovllm.moe.offload import Offload
 from nanovllm.moe.sizing import CONTEXT_BYTES, GRAPH_BYTES
 from nanovllm.ops.opset import choose_ops
+from nanovllm.ops.sampling import SamplerState
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
@@ -186,6 +187,8 @@ class LocalExecutor:
         if config.gpu_memory_gb is not None:
             ours = min(ours, card - CONTEXT_BYTES)  # on a real card of that size the context would take its part
         graphs = 0 if config.enforce_eager else GRAPH_BYTES
+        if self._uses_gpu_runner(model):
+            graphs += SamplerState.num_bytes(config.max_num_seqs + 1, model.head.vocab_size)
         if graphs and model.graph_safe:  # a captured step of up to 2,048 tokens keeps its scratch for ever
             graphs += step_bytes * min(num_tokens, TOKEN_BUCKETS[-1]) // num_tokens
         return min(free, ours - self.device.allocated_bytes()) - step_bytes - graphs

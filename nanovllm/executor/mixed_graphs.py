@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from nanovllm.hardware.graphs import capture_graph
 from nanovllm.hardware.staging import StaticUpload
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
+from nanovllm.ops.sampling import SamplerState
+
+if TYPE_CHECKING:
+    from nanovllm.ops.triton.sampling import Drawn
 
 TOKEN_BUCKETS = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 MAX_ENTRIES = 16
@@ -35,10 +40,8 @@ class MixedInputs:
     query_starts: np.ndarray  # int32 [entries + 1]
     context_lens: np.ndarray  # int32 [entries]
     block_tables: np.ndarray  # int32 [entries, blocks]
-    logit_rows: np.ndarray  # int64 [sampling entries]
-    rows: np.ndarray  # int64 [sampling entries]: whose token is sampled
-    temperatures: np.ndarray  # float32
-    seeds: np.ndarray  # int64
+    logit_rows: np.ndarray  # int64 [sampling entries, then positions to score]
+    rows: np.ndarray  # int32 [sampling entries]: whose token is sampled
 
     def padded(self, num_tokens: int, num_blocks: int, spare_row: int) -> list[np.ndarray]:
         def grow(array: np.ndarray, size: int, fill: int) -> np.ndarray:
@@ -56,19 +59,25 @@ class MixedInputs:
             tables,
             grow(self.logit_rows, MAX_ENTRIES, 0),
             grow(self.rows, MAX_ENTRIES, spare_row),
-            grow(self.temperatures, MAX_ENTRIES, 0),
-            grow(self.seeds, MAX_ENTRIES, 0),
         ]
 
 
-def compute_mixed(
-    model: Transformer, caches: list[KVCache], inputs: list[torch.Tensor], row_tokens: torch.Tensor, num_decodes: int,
-    max_context_len: int,
-) -> torch.Tensor:  # fmt: skip
-    """Forward, sample, remember the tokens by row; the sampled tokens. `inputs`: the fields of MixedInputs."""
-    from nanovllm.ops.triton.sampling import sample
+@dataclass(frozen=True)
+class MixedOutput:
+    rows: torch.Tensor  # int32 [sampling entries]
+    logits: torch.Tensor
+    drawn: Drawn
+    scored: torch.Tensor  # hidden states of the positions to score
 
-    tokens, token_rows, positions, slots, starts, lens, tables, logit_rows, rows, temperatures, seeds = inputs
+
+def compute_mixed(
+    model: Transformer, caches: list[KVCache], inputs: list[torch.Tensor], row_tokens: torch.Tensor,
+    state: SamplerState, num_decodes: int, max_context_len: int,
+) -> MixedOutput:  # fmt: skip
+    """Forward, sample, remember the tokens by row. `inputs`: the fields of MixedInputs."""
+    from nanovllm.ops.triton.sampling import draw
+
+    tokens, token_rows, positions, slots, starts, lens, tables, logit_rows, rows = inputs
     tokens = torch.where(tokens < 0, row_tokens[token_rows], tokens)
     batch = AttentionBatch(
         query_lens=[],
@@ -82,32 +91,34 @@ def compute_mixed(
         max_context_len=max_context_len,
     )
     hidden = model(Step(tokens, positions, logit_rows, batch), caches)
-    sampled = sample(model.logits(hidden), temperatures, seeds, positions[logit_rows] + 1)
-    row_tokens.index_copy_(0, rows, sampled)
-    return sampled
+    logits = model.logits(hidden[: len(rows)])
+    drawn = draw(logits, rows, positions[logit_rows[: len(rows)]] + 1, state)
+    row_tokens.index_copy_(0, rows.long(), drawn.tokens)
+    return MixedOutput(rows, logits, drawn, hidden[len(rows) :])
 
 
 class MixedGraphs:
     def __init__(
-        self, model: Transformer, caches: list[KVCache], device: Device, row_tokens: torch.Tensor, num_blocks: int,
-        max_num_tokens: int, max_model_len: int,
+        self, model: Transformer, caches: list[KVCache], device: Device, row_tokens: torch.Tensor, state: SamplerState,
+        num_blocks: int, max_num_tokens: int, max_model_len: int,
     ) -> None:  # fmt: skip
         self._model = model
+        self._state = state
         self._caches = caches
         self._device = device
         self._row_tokens = row_tokens  # one row more than sequences: padding writes there
         self._num_blocks = num_blocks
         self._max_model_len = max_model_len
         self.sizes = [size for size in TOKEN_BUCKETS if size <= max_num_tokens]
-        self._graphs: dict[int, tuple[StaticUpload, Callable[[], None], list[torch.Tensor]]] = {}
+        self._graphs: dict[int, tuple[StaticUpload, Callable[[], None], list[MixedOutput]]] = {}
 
     def capture(self) -> None:
         pool = None
         for size in reversed(self.sizes):
             upload = self._empty_upload(size)
-            out: list[torch.Tensor] = []
+            out: list[MixedOutput] = []
 
-            def compute(upload: StaticUpload = upload, out: list[torch.Tensor] = out) -> None:
+            def compute(upload: StaticUpload = upload, out: list[MixedOutput] = out) -> None:
                 out[:] = [self._compute(upload)]
 
             replay, pool = capture_graph(compute, pool)
@@ -120,21 +131,22 @@ class MixedGraphs:
         empty = MixedInputs(
             *(np.zeros(0, dtype=np.int64) for _ in range(4)), np.zeros(1, dtype=np.int32),
             np.zeros(0, dtype=np.int32), np.zeros((0, 1), dtype=np.int32),
-            np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32),
-            np.zeros(0, dtype=np.int64),
+            np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32),
         )  # fmt: skip
         return StaticUpload(self._device, empty.padded(size, self._num_blocks, len(self._row_tokens) - 1))
 
-    def _compute(self, upload: StaticUpload) -> torch.Tensor:
-        return compute_mixed(self._model, self._caches, upload.tensors, self._row_tokens, 0, self._max_model_len)
+    def _compute(self, upload: StaticUpload) -> MixedOutput:
+        tensors, rows = upload.tensors, self._row_tokens
+        return compute_mixed(self._model, self._caches, tensors, rows, self._state, 0, self._max_model_len)
 
     def size_for(self, num_tokens: int, num_entries: int) -> int | None:
         if num_entries > MAX_ENTRIES:
             return None
         return next((size for size in self.sizes if size >= num_tokens and size in self._graphs), None)
 
-    def run(self, size: int, inputs: MixedInputs) -> torch.Tensor:
+    def run(self, size: int, inputs: MixedInputs) -> MixedOutput:
+        """Its tensors have lines for padding too, and the next run overwrites them."""
         upload, replay, out = self._graphs[size]
         upload.send(inputs.padded(size, self._num_blocks, len(self._row_tokens) - 1))
         replay()
-        return out[0][: len(inputs.rows)]
+        return out[0]

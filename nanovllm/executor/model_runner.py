@@ -14,12 +14,10 @@ from nanovllm.executor.kv_cache import CacheLayout, allocate
 from nanovllm.hardware.device import Device
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
-from nanovllm.sampling.plain import is_plain
-from nanovllm.sampling.rows import SampledTokens, TokenLogprobs
+from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs, sample
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
-DrawPlain = Callable[[torch.Tensor, list[int]], list[int]]  # (logits, seq_ids) -> tokens
 LOGIT_ROWS = 256  # prompt logprobs are made in pieces of so many rows: [256, vocab] in fp32 is 156 MB at 152k tokens
 
 
@@ -37,15 +35,13 @@ class ModelRunner:
     overlap = 1  # computes inside launch: there is nothing to overlap with
 
     def __init__(
-        self, model: Transformer, layout: CacheLayout, device: Device, caches: list[KVCache], batch: InputBatch,
-        draw_plain: DrawPlain | None = None,
-    ) -> None:  # fmt: skip
+        self, model: Transformer, layout: CacheLayout, device: Device, caches: list[KVCache], batch: InputBatch
+    ) -> None:
         self.model = model
         self.device = device
         self.layout = layout
         self._caches = caches
         self._batch = batch
-        self._draw_plain = draw_plain  # another way to sample the rows that need no more than a temperature
 
     def launch(self, plan: StepPlan) -> InFlight:
         result = self.execute(plan)
@@ -67,59 +63,28 @@ class ModelRunner:
             hidden = self._forward(plan.entries, offset, result)
             if not sampling:
                 break
-            sampled = self._sample(self.model.logits(hidden), [entry.seq_id for entry in sampling])
+            rows = [self._batch.sampling_row(entry.seq_id) for entry in sampling]
+            sampled = sample(self.model.logits(hidden), rows)
             for i, entry in enumerate(sampling):
                 self._batch.append(entry.seq_id, sampled.token_ids[i])
                 result.token_ids[i].append(sampled.token_ids[i])
                 result.logprobs[i].append(sampled.logprobs[i])  # type: ignore[index]
         return result
 
-    def _sample(self, logits: torch.Tensor, seq_ids: list[int]) -> SampledTokens:
-        rows = [self._batch.sampling_row(seq_id) for seq_id in seq_ids]
-        plain = [i for i, row in enumerate(rows) if self._draw_plain and is_plain(row.params)]
-        if not plain or self._draw_plain is None:
-            return sample(logits, rows)
-        drawn = self._draw_plain(logits[plain], [seq_ids[i] for i in plain])
-        others = [i for i in range(len(rows)) if i not in set(plain)]
-        sampled = sample(logits[others], [rows[i] for i in others])
-        merged = SampledTokens([0] * len(rows), [None] * len(rows))
-        for i, token_id in zip(plain, drawn):
-            merged.token_ids[i] = token_id
-        for i, token_id, logprobs in zip(others, sampled.token_ids, sampled.logprobs):
-            merged.token_ids[i], merged.logprobs[i] = token_id, logprobs
-        return merged
-
     def _forward(self, entries: tuple[PlanEntry, ...], offset: int, result: StepResult) -> torch.Tensor:
         """Hidden states of the rows to sample from; prompt logprobs go straight into the result."""
         arrays = self._batch.arrays(entries, offset)
-        scored = {e.seq_id: rows for i, e in enumerate(entries) if (rows := self._scored_rows(e, arrays, i))}
+        scored = scored_rows(self._batch, entries, arrays)
         sampled = [int(arrays.query_starts[i + 1]) - 1 for i, entry in enumerate(entries) if entry.samples]
         logit_rows = sampled + [row for rows in scored.values() for row in rows]
         hidden = self.model(self._step(arrays, logit_rows), self._caches)
         start = len(sampled)
         for seq_id, rows in scored.items():
-            result.prompt_logprobs[seq_id] = self._score(seq_id, arrays, rows, hidden[start : start + len(rows)])
+            targets = self._batch.tokens(seq_id)[arrays.positions[rows.start : rows.stop] + 1]
+            num_top = self._batch.arrival(seq_id).params.prompt_logprobs
+            result.prompt_logprobs[seq_id] = score(self.model, hidden[start : start + len(rows)], targets, num_top)
             start += len(rows)
         return hidden[: len(sampled)]
-
-    def _scored_rows(self, entry: PlanEntry, arrays: StepArrays, index: int) -> range | None:
-        """Rows of the step that are followed by another prompt token, if prompt logprobs are wanted."""
-        arrival = self._batch.arrival(entry.seq_id)
-        if arrival.params.prompt_logprobs is None:
-            return None
-        first = int(arrays.query_starts[index])
-        return range(first, first + max(0, min(entry.num_new, arrival.num_prompt - 1 - entry.start)))
-
-    def _score(self, seq_id: int, arrays: StepArrays, rows: range, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        num_top = self._batch.arrival(seq_id).params.prompt_logprobs
-        assert num_top is not None
-        following = self._batch.tokens(seq_id)[arrays.positions[rows.start : rows.stop] + 1].astype(np.int64)
-        targets = torch.from_numpy(following).to(hidden.device)
-        scores: list[TokenLogprobs] = []
-        for start in range(0, len(rows), LOGIT_ROWS):
-            piece = slice(start, start + LOGIT_ROWS)
-            scores += prompt_logprobs(self.model.logits(hidden[piece]), targets[piece], num_top)
-        return scores
 
     def _step(self, arrays: StepArrays, logit_rows: list[int]) -> Step:
         def to_device(array: np.ndarray) -> torch.Tensor:
@@ -152,6 +117,29 @@ class ModelRunner:
             else:
                 spans.append(torch.from_numpy(blocks[:count].astype(np.int64)).to(self.device.torch_device))
         return spans
+
+
+def scored_rows(batch: InputBatch, entries: tuple[PlanEntry, ...], arrays: StepArrays) -> dict[int, range]:
+    """seq_id -> rows of the step that are followed by another prompt token, where prompt logprobs are wanted."""
+    found = {}
+    for index, entry in enumerate(entries):
+        arrival = batch.arrival(entry.seq_id)
+        count = min(entry.num_new, arrival.num_prompt - 1 - entry.start)
+        if arrival.params.prompt_logprobs is not None and count > 0:
+            first = int(arrays.query_starts[index])
+            found[entry.seq_id] = range(first, first + count)
+    return found
+
+
+def score(model: Transformer, hidden: torch.Tensor, targets: np.ndarray, num_top: int | None) -> list[TokenLogprobs]:
+    """Prompt logprobs of the tokens that follow these hidden states."""
+    assert num_top is not None
+    following = torch.from_numpy(targets.astype(np.int64)).to(hidden.device)
+    scores: list[TokenLogprobs] = []
+    for start in range(0, len(hidden), LOGIT_ROWS):
+        piece = slice(start, start + LOGIT_ROWS)
+        scores += prompt_logprobs(model.logits(hidden[piece]), following[piece], num_top)
+    return scores
 
 
 @torch.inference_mode()

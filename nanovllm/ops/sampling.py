@@ -30,7 +30,7 @@ _MASK = 0xFFFFFFFF
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = 0, 1, 2, 3, 4, 5, 8
 TOP_K, ROW_FLAGS, NUM_LOGPROBS, START_EDITS, NUM_EDITS, NUM_INTS = 0, 1, 2, 3, 4, 8
 FLAG_MASK, FLAG_EDITS, FLAG_PENALTIES = 1, 2, 4
-EDIT_FIELDS = 8  # token, bias (bits of a float), position before which it holds, start and length of a word, its earliest
+EDIT_FIELDS = 8  # token, bits of the bias, position before which it holds; start, length and earliest place of a word
 RECENT = 64  # tokens a row remembers for bad words
 
 
@@ -48,6 +48,10 @@ class SamplerState:
     recent: torch.Tensor  # int32 [rows, RECENT]: the newest tokens of the output, at position % RECENT
     edits_address: torch.Tensor  # int64 [1]: where the lists of edits are, int32 [edits, EDIT_FIELDS]
     words_address: torch.Tensor  # int64 [1]: where the tokens of the bad words are, int32
+
+    @staticmethod
+    def num_bytes(num_rows: int, vocab_size: int) -> int:
+        return num_rows * (2 * vocab_size + 8 * -(-vocab_size // 32) + 4 * (NUM_FLOATS + NUM_INTS + RECENT) + 8)
 
     @classmethod
     def allocate(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplerState:

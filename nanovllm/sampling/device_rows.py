@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from nanovllm.ops.sampling import (
-    EDIT_FIELDS, FLAG_EDITS, FLAG_MASK, FLAG_PENALTIES, NUM_EDITS, NUM_FLOATS, NUM_INTS, RECENT,
-    START_EDITS, SamplerState,
-)  # fmt: skip
-from nanovllm.sampling.rows import SamplingRow
+from nanovllm.ops import sampling as spec
+from nanovllm.sampling.rows import SamplingRow, bits_of
 
 Send = Callable[[list[np.ndarray]], list[torch.Tensor]]  # one upload
 ALWAYS = 2**31 - 1
 
 
-def bits_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """int32 words with a bit set for each token."""
-    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    ids = np.asarray(token_ids, np.int64)
-    flags[ids[ids < vocab_size]] = 1
-    return np.packbits(flags, bitorder="little").view(np.int32)
-
-
 class DeviceRows:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.state = SamplerState.allocate(num_rows, vocab_size, device)
+        self.state = spec.SamplerState.allocate(num_rows, vocab_size, device)
         self._edits: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> its edits and the tokens of its bad words
         self._lists: list[torch.Tensor] = []  # what the addresses in the state point to
 
@@ -39,13 +28,13 @@ class DeviceRows:
         vocab = self.state.vocab_size
         left = [row for row in rows if self._edits.pop(row, None) is not None]
         came = [row for row in rows if self._take_edits(row, arrivals[row])]
-        floats = np.zeros((len(rows), NUM_FLOATS), np.float32)
-        ints = np.zeros((len(rows), NUM_INTS), np.int32)
+        floats = np.zeros((len(rows), spec.NUM_FLOATS), np.float32)
+        ints = np.zeros((len(rows), spec.NUM_INTS), np.int32)
         seeds = np.zeros(len(rows), np.uint64)
         for i, (row, asked) in enumerate(arrivals.items()):
             p = asked.params
-            temperature = 0.0 if p.is_greedy else p.temperature
-            floats[i, :6] = (temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            floats[i, :3] = (0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p)
+            floats[i, 3:6] = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
             ints[i, :3] = (min(p.top_k, vocab), self._flags(row, asked), -1 if p.logprobs is None else p.logprobs)
             seeds[i] = asked.seed & (2**64 - 1)
         d_rows, d_floats, d_ints, d_seeds = send([np.array(rows, np.int64), floats, ints, seeds.view(np.int64)])
@@ -60,7 +49,8 @@ class DeviceRows:
     def _flags(self, row: int, asked: SamplingRow) -> int:
         p = asked.params
         masked = p.allowed_token_ids is not None or p.structured_outputs is not None
-        return FLAG_MASK * masked | FLAG_EDITS * (row in self._edits) | FLAG_PENALTIES * has_penalty(asked)
+        flags = spec.FLAG_MASK * masked | spec.FLAG_EDITS * (row in self._edits)
+        return flags | spec.FLAG_PENALTIES * has_penalty(asked)
 
     def _fill_history(self, row: int, asked: SamplingRow, send: Send) -> None:
         vocab, state = self.state.vocab_size, self.state
@@ -73,9 +63,9 @@ class DeviceRows:
             state.counts[row].index_copy_(0, d_ids, d_counts)
             state.prompt[row].copy_(d_prompt)
         if asked.bad_words_ids:
-            recent = np.full(RECENT, -1, np.int32)
-            first = max(asked.num_prompt, len(asked.token_ids) - RECENT)
-            recent[np.arange(first, len(asked.token_ids)) % RECENT] = asked.token_ids[first:]
+            recent = np.full(spec.RECENT, -1, np.int32)
+            first = max(asked.num_prompt, len(asked.token_ids) - spec.RECENT)
+            recent[np.arange(first, len(asked.token_ids)) % spec.RECENT] = asked.token_ids[first:]
             state.recent[row].copy_(send([recent])[0])
         if asked.params.allowed_token_ids is not None:
             state.mask[row].copy_(send([bits_of(asked.params.allowed_token_ids, vocab)])[0])
@@ -99,7 +89,7 @@ class DeviceRows:
             words += word[:-1]
         if not edits:
             return False
-        table = np.zeros((len(edits), EDIT_FIELDS), np.int32)
+        table = np.zeros((len(edits), spec.EDIT_FIELDS), np.int32)
         for i, (token, bias, before, start, length, earliest) in enumerate(edits):
             table[i, :6] = (token, np.float32(bias).view(np.int32), before, start, length, earliest)
         self._edits[row] = table, np.array(words, np.int32)
@@ -108,7 +98,7 @@ class DeviceRows:
     def _send_edits(self, send: Send) -> None:
         """The lists of all rows, in new memory: steps in flight still read the old one, and the allocator gives it away
         only behind them. Starts of rows that were there before change with it."""
-        tables, words, num_words = [np.zeros((1, EDIT_FIELDS), np.int32)], [np.zeros(1, np.int32)], 1
+        tables, words, num_words = [np.zeros((1, spec.EDIT_FIELDS), np.int32)], [np.zeros(1, np.int32)], 1
         starts, first = [], 1
         for edits, own in self._edits.values():
             moved = edits.copy()
@@ -124,7 +114,7 @@ class DeviceRows:
         ])  # fmt: skip
         self.state.edits_address.copy_(d_addresses[:1])
         self.state.words_address.copy_(d_addresses[1:])
-        self.state.ints[:, START_EDITS : NUM_EDITS + 1].index_copy_(0, d_rows, d_starts)
+        self.state.ints[:, spec.START_EDITS : spec.NUM_EDITS + 1].index_copy_(0, d_rows, d_starts)
 
 
 def has_penalty(asked: SamplingRow) -> bool:

@@ -6,6 +6,7 @@ that row and its logits alone, never of the other rows of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,3 +45,11 @@ class TokenLogprobs:
 class SampledTokens:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]  # None where the row did not ask
+
+
+def bits_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32 words with a bit set for each token."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    ids = np.asarray(token_ids, np.int64)
+    flags[ids[ids < vocab_size]] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)

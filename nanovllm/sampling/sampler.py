@@ -55,6 +55,11 @@ def prompt_logprobs(logits: torch.Tensor, next_token_ids: torch.Tensor, num_top:
     return reports
 
 
+def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    """Of one row of logits, and the token that was sampled from it."""
+    return prompt_logprobs(logits.unsqueeze(0), torch.tensor([token_id]), num_top)[0]
+
+
 def mended(logits: torch.Tensor, rows: Sequence[SamplingRow] | None) -> torch.Tensor:
     """Every row has a finite maximum afterwards (see the top of the file); sound rows are not touched."""
     sound = logits.amax(-1).isfinite()

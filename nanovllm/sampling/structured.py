@@ -26,7 +26,7 @@ import torch
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling.json_schema import without_unions
-from nanovllm.sampling.rows import SamplingRow
+from nanovllm.sampling.rows import SamplingRow, bits_of
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("nanovllm")
@@ -45,18 +45,24 @@ class Grammar(StructuredOutputsParams):
     eos_token_ids: tuple[int, ...] = ()
     states: dict[bytes, Any] = field(default_factory=dict, repr=False, compare=False)  # output so far -> matcher
 
-    def allowed(self, output_ids: np.ndarray, vocab: int) -> np.ndarray:
-        """[vocab] bool: which token may come next."""
+    def words(self, output_ids: np.ndarray, vocab: int) -> np.ndarray:
+        """int32 [vocab / 32, rounded up]: a bit for each token that may come next."""
         matcher = self._matcher(output_ids)
-        mask = np.zeros(vocab, bool)
+        words = np.zeros(-(-vocab // 32), np.int32)
         if not matcher.is_error():
-            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:vocab]
-            mask[: len(bits)] = bits
+            found = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(words)]
+            words[: len(found)] = found
+            if vocab % 32:
+                words[-1] &= (1 << vocab % 32) - 1
         if matcher.is_error():  # out of fuel: end the text rather than the step, which has other people's rows
             logger.warning("structured output given up: %.200s", str(matcher.get_error()).strip())
-        if not mask.any():
-            mask[[token for token in self.eos_token_ids if token < vocab]] = True
-        return mask
+        if not words.any():
+            words = bits_of(self.eos_token_ids, vocab)
+        return words
+
+    def allowed(self, output_ids: np.ndarray, vocab: int) -> np.ndarray:
+        """[vocab] bool: which token may come next."""
+        return np.unpackbits(self.words(output_ids, vocab).view(np.uint8), bitorder="little")[:vocab].astype(bool)
 
     def _matcher(self, output_ids: np.ndarray) -> Any:
         key = output_ids.tobytes()

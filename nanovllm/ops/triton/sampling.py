@@ -2,19 +2,20 @@
 plain twin: `sampling/sampler.py`).
 
 What a request asks for is data in a `SamplerState`, one row of it for each running sequence, so that a captured graph
-serves every mix of requests. Three launches, none of which sorts the vocabulary:
+serves every mix of requests. Three launches, and a fourth for logprobs; none of them sorts the vocabulary:
 
     tiles   a program owns TILES tiles of one lane: the maximum and the sum of exponentials of each tile
     pick    a program owns one lane. Greedy: the first maximum. No filter: a tile by its mass, then a column of it.
             Filters: the k-th largest of the tiles' maxima is a bound, because k tiles have an element at least as
             large: the k most likely tokens lie at or above it, in the few tiles whose maximum reaches it. Only these
-            are read again. Their tokens at or above the bound are sorted by (logit, lower id), cut and drawn from.
-            Where such a list does not settle it (a flat distribution under top_p, many equal logits, top_k above
-            CANDIDATES), the program draws from the whole row and takes the draw back while it is not in the kept set
+            are read again. Their tokens at or above the bound are sorted by (logit, lower id), cut and drawn from
+    search  a program owns one lane that such a list does not settle (a flat distribution under top_p, many equal
+            logits, top_k above CANDIDATES); others end at once. It draws from the whole row, and draws again among the
+            more likely tokens while what it drew is not kept
     report  a program owns one lane that wants logprobs: the token's own, its rank, and the most likely tokens
 
-A lane is a line of logits; rows[lane] is its row of the state, -1 for padding. Comparisons are made on `order`, the bits
-of a float as an unsigned number that sorts alike. A kernel that reads logits again edits them again (`edited`).
+A lane is a line of logits; rows[lane] is its row of the state, -1 for padding. Comparisons are made on `order`, the
+bits of a float as an unsigned number that sorts alike. A kernel that reads logits again edits them again (`edited`).
 """
 from __future__ import annotations
 
@@ -24,10 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.sampling import (
-    FLAG_EDITS, FLAG_MASK, FLAG_PENALTIES, FREQUENCY, LEVEL_COLUMN, LEVEL_TILE, MIN_P, NUM_EDITS, NUM_FLOATS, NUM_INTS,
-    NUM_LOGPROBS, PRESENCE, RECENT, REPETITION, ROW_FLAGS, START_EDITS, TEMPERATURE, TILE, TOP_K, TOP_P, SamplerState,
-)  # fmt: skip
+from nanovllm.ops import sampling as spec
+from nanovllm.ops.sampling import SamplerState
 from nanovllm.ops.triton.common import LOG2E, LOWEST, next_power_of_2
 
 SUB = 256  # columns whose maximum is kept: a vocabulary of 32,000 has 125 such tiles, so top_k = 100 has a bound
@@ -36,17 +35,20 @@ FIRST_K = 64  # the bound of a row with top_p or min_p but no top_k
 CHUNK = 16  # tiles read again at once
 MAX_LOGPROBS = 20
 
-_SUB, _TILE, _CAP, _FIRST_K, _CHUNK = (tl.constexpr(n) for n in (SUB, TILE, CANDIDATES, FIRST_K, CHUNK))
-_LEVEL_TILE, _LEVEL_COLUMN = tl.constexpr(LEVEL_TILE), tl.constexpr(LEVEL_COLUMN)
+_SUB, _TILE, _CAP, _FIRST_K, _CHUNK = (tl.constexpr(n) for n in (SUB, spec.TILE, CANDIDATES, FIRST_K, CHUNK))
+_LEVEL_TILE, _LEVEL_COLUMN = tl.constexpr(spec.LEVEL_TILE), tl.constexpr(spec.LEVEL_COLUMN)
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(1.0 / LOG2E)
-_FLOATS, _INTS, _RECENT = tl.constexpr(NUM_FLOATS), tl.constexpr(NUM_INTS), tl.constexpr(RECENT)
-_TEMPERATURE, _TOP_P, _MIN_P = tl.constexpr(TEMPERATURE), tl.constexpr(TOP_P), tl.constexpr(MIN_P)
-_REPETITION, _PRESENCE, _FREQUENCY = tl.constexpr(REPETITION), tl.constexpr(PRESENCE), tl.constexpr(FREQUENCY)
-_TOP_K, _FLAGS, _NUM_LOGPROBS = tl.constexpr(TOP_K), tl.constexpr(ROW_FLAGS), tl.constexpr(NUM_LOGPROBS)
-_START_EDITS, _NUM_EDITS = tl.constexpr(START_EDITS), tl.constexpr(NUM_EDITS)
-_MASK, _EDITS, _PENALTIES = tl.constexpr(FLAG_MASK), tl.constexpr(FLAG_EDITS), tl.constexpr(FLAG_PENALTIES)
+_FLOATS, _INTS, _RECENT = tl.constexpr(spec.NUM_FLOATS), tl.constexpr(spec.NUM_INTS), tl.constexpr(spec.RECENT)
+_TEMPERATURE, _TOP_P, _MIN_P = tl.constexpr(spec.TEMPERATURE), tl.constexpr(spec.TOP_P), tl.constexpr(spec.MIN_P)
+_REPETITION, _PRESENCE = tl.constexpr(spec.REPETITION), tl.constexpr(spec.PRESENCE)
+_FREQUENCY, _TOP_K = tl.constexpr(spec.FREQUENCY), tl.constexpr(spec.TOP_K)
+_FLAGS, _NUM_LOGPROBS = tl.constexpr(spec.ROW_FLAGS), tl.constexpr(spec.NUM_LOGPROBS)
+_START_EDITS, _NUM_EDITS = tl.constexpr(spec.START_EDITS), tl.constexpr(spec.NUM_EDITS)
+_MASK, _EDITS = tl.constexpr(spec.FLAG_MASK), tl.constexpr(spec.FLAG_EDITS)
+_PENALTIES = tl.constexpr(spec.FLAG_PENALTIES)
 _HUGE = tl.constexpr(1.0e30)
 _ALL_IDS = tl.constexpr(2**31 - 1)
+_UNSETTLED = tl.constexpr(-1)
 _LEAST = tl.constexpr(0x00800000)  # order(-inf) + 1: the least key of a token that may be drawn
 
 
@@ -162,7 +164,7 @@ def scale_of(row, floats_ptr):
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
-UNALIGNED = ["rows_ptr", "positions_ptr", "tokens_ptr", "step_ptr", "floats_ptr", "ints_ptr", "seeds_ptr", "mask_ptr",
+UNALIGNED = ["rows_ptr", "positions_ptr", "tokens_ptr", "floats_ptr", "ints_ptr", "seeds_ptr", "mask_ptr",
              "counts_ptr", "prompt_ptr", "recent_ptr", "edits_ptr", "words_ptr"]  # fmt: skip
 
 
@@ -239,7 +241,7 @@ def sorted_list(values_ptr, ids_ptr, found):
 
 @triton.jit
 def draw_plain(logits_ptr, row, position, seed, vocab, peaks, sums, state, ALL_TILES: tl.constexpr):
-    """No filter: first a tile of TILE columns by its mass, then a column of it. Greedy: by the maxima, without noise."""
+    """No filter: a tile of TILE columns by its mass, then a column of it. Greedy: by the maxima, without noise."""
     WIDTH: tl.constexpr = _TILE // _SUB
     greedy = tl.load(state[0] + row * _FLOATS + _TEMPERATURE) == 0
     scale = scale_of(row, state[0])
@@ -258,6 +260,95 @@ def draw_plain(logits_ptr, row, position, seed, vocab, peaks, sums, state, ALL_T
 
 
 @triton.jit
+def totals(row, peaks, sums, state):
+    """(largest logit, mass of all tokens, key that min_p demands, log2(e) / temperature)"""
+    min_p = tl.load(state[0] + row * _FLOATS + _MIN_P)
+    scale = scale_of(row, state[0]) * _LOG2E
+    peak = tl.maximum(tl.max(peaks, axis=0), LOWEST)
+    whole = tl.sum(tl.where(peaks > LOWEST, sums * tl.exp2((peaks - peak) * scale), 0.0), axis=0)
+    lowest = tl.where(min_p > 0, peak + tl.log2(tl.maximum(min_p, 1e-37)) / scale, float("-inf"))
+    return peak, whole, tl.maximum(order(lowest), _LEAST), scale
+
+
+@triton.jit
+def draw_from_list(logits_ptr, row, position, seed, vocab, peaks, sums, near_ptr, values_ptr, ids_ptr, state):
+    """A filtered draw from the listed candidates; UNSETTLED if they do not settle it."""
+    top_k = tl.load(state[1] + row * _INTS + _TOP_K)
+    top_p = tl.load(state[0] + row * _FLOATS + _TOP_P)
+    min_p = tl.load(state[0] + row * _FLOATS + _MIN_P)
+    peak, whole, lowest, scale = totals(row, peaks, sums, state)
+    k = tl.where(top_k > 0, top_k, _FIRST_K)
+    bound = tl.maximum(kth_largest(order(peaks), k), lowest)
+    found = tl.full([], _CAP + 1, dtype=tl.int32)
+    if (k <= _CAP) & ((bound > _LEAST) | (vocab <= _CAP)):
+        found = list_above(logits_ptr, row, position, vocab, peaks, bound, near_ptr, values_ptr, ids_ptr, state, True)
+    keys, ids = sorted_list(values_ptr, ids_ptr, tl.minimum(found, _CAP))
+    c = tl.arange(0, _CAP)
+    z = (unorder(keys) - peak) * scale
+    live = (c < found) & (keys >= lowest) & ((top_k == 0) | (c < top_k))
+    weight = tl.where(live, tl.exp2(z), 0.0)
+    listed = tl.sum(weight, axis=0)
+    # Are all tokens that survive min_p and top_k listed? If not, top_p may still end inside the list.
+    complete = (top_k > 0) | (bound == lowest)
+    total = tl.where(complete, listed, whole)
+    token = tl.full([], _UNSETTLED, dtype=tl.int32)
+    if (found <= _CAP) & (complete | ((min_p == 0) & (listed >= top_p * total))):
+        live = live & (tl.cumsum(weight, axis=0) - weight < top_p * total)
+        score = tl.where(live, z * _LN2 + noise_at(seed, ids, position, _LEVEL_COLUMN), float("-inf"))
+        token = tl.sum(tl.where(c == tl.argmax(score, axis=0), ids, 0), axis=0)
+    return token
+
+
+@triton.jit
+def record(token, lane, row, position, vocab, any_left, tokens_ptr, state):
+    """The token, and what the row remembers of it. If all is banned or not a number, the token is 0."""
+    token = tl.where(any_left, tl.minimum(token, vocab - 1), 0)
+    tl.store(tokens_ptr + lane, token.to(tl.int64))
+    if tl.load(state[1] + row * _INTS + _FLAGS) & _PENALTIES != 0:
+        at = state[3] + row.to(tl.int64) * vocab + token
+        tl.store(at, tl.load(at) + 1)
+    tl.store(state[5] + row * _RECENT + position % _RECENT, token)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def pick_kernel(
+    logits_ptr, rows_ptr, positions_ptr, peaks_ptr, sums_ptr, near_ptr, values_ptr, ids_ptr, tokens_ptr, stride, vocab,
+    num_tiles, seeds_ptr, floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr,
+    ALL_TILES: tl.constexpr,
+):  # fmt: skip
+    lane = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + lane)
+    i = tl.arange(0, ALL_TILES)
+    peaks = tl.load(peaks_ptr + lane * num_tiles + i, mask=i < num_tiles, other=float("-inf"))
+    sums = tl.load(sums_ptr + lane * num_tiles + i, mask=i < num_tiles, other=0.0)
+    if row < 0:
+        return
+    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr)
+    logits_ptr += lane * stride
+    position = tl.load(positions_ptr + lane)
+    seed = tl.load(seeds_ptr + row)
+    top_p, min_p = tl.load(floats_ptr + row * _FLOATS + _TOP_P), tl.load(floats_ptr + row * _FLOATS + _MIN_P)
+    filtered = (tl.load(ints_ptr + row * _INTS + _TOP_K) > 0) | (top_p < 1.0) | (min_p > 0.0)
+    token = tl.zeros([], dtype=tl.int32)
+    if filtered & (tl.load(floats_ptr + row * _FLOATS + _TEMPERATURE) > 0):
+        near_ptr += lane * num_tiles
+        values_ptr += lane * _CAP
+        ids_ptr += lane * _CAP
+        token = draw_from_list(
+            logits_ptr, row, position, seed, vocab, peaks, sums, near_ptr, values_ptr, ids_ptr, state
+        )
+    else:
+        token = draw_plain(logits_ptr, row, position, seed, vocab, peaks, sums, state, ALL_TILES)
+    if token == _UNSETTLED:
+        tl.store(tokens_ptr + lane, token.to(tl.int64))
+    else:
+        record(token, lane, row, position, vocab, tl.max(peaks, axis=0) > float("-inf"), tokens_ptr, state)
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
 def count_above(logits_ptr, row, position, vocab, pivots, state, BLOCK: tl.constexpr):
     """For each of 16 pivots the number of tokens at or above it."""
     count = tl.zeros([BLOCK, 16], dtype=tl.int32)
@@ -270,8 +361,8 @@ def count_above(logits_ptr, row, position, vocab, pivots, state, BLOCK: tl.const
 
 @triton.jit
 def top_k_cut(logits_ptr, row, position, vocab, k, state, BLOCK: tl.constexpr):
-    """(key, id) of the k-th token by falling logit and rising id. Four bits of the key a pass: the 16 keys that differ in
-    the next four bits are tried at once."""
+    """(key, id) of the k-th token by falling logit and rising id. Four bits of the key a pass: the 16 keys that differ
+    in the next four bits are tried at once."""
     t = tl.zeros([], dtype=tl.uint32)
     above = tl.zeros([], dtype=tl.int32)  # tokens whose key is larger than t, as far as t is known
     j = tl.arange(0, 16)
@@ -323,9 +414,9 @@ def best_before(logits_ptr, row, position, seed, vocab, key, token, peak, scale,
 
 @triton.jit
 def draw_from_row(logits_ptr, row, position, seed, vocab, peak, whole, lowest, scale, state, BLOCK: tl.constexpr):
-    """Filters whose survivors are too many to list. Of the tokens that survive min_p and top_k, the best by logit plus
-    noise; if the mass before it has reached top_p, neither it nor anything after it is kept, so the best of those
-    before it is next. What is found is the best of all that are kept, after 1 / top_p tries on average or fewer."""
+    """Of the tokens that survive min_p and top_k, the best by logit plus noise; if the mass before it has reached
+    top_p, neither it nor anything after it is kept, so the best of those before it is next. What is found is the best
+    of all that are kept, after 1 / top_p tries on average or fewer."""
     top_k = tl.load(state[1] + row * _INTS + _TOP_K)
     top_p = tl.load(state[0] + row * _FLOATS + _TOP_P)
     key, token, total = lowest, tl.full([], _ALL_IDS, dtype=tl.int32), whole
@@ -333,97 +424,58 @@ def draw_from_row(logits_ptr, row, position, seed, vocab, peak, whole, lowest, s
         t, cut = top_k_cut(logits_ptr, row, position, vocab, top_k, state, BLOCK // 4)
         if t >= key:
             key, token = t, cut
-    if (top_p < 1.0) & (key > _LEAST):
-        last = tl.where(token == _ALL_IDS, 0.0, tl.exp2((unorder(key) - peak) * scale))
-        total = mass_before(logits_ptr, row, position, vocab, key, token, peak, scale, state, BLOCK) + last
+    has_total = (top_p >= 1.0) | (key == _LEAST)  # else the first mass is that of all survivors
     searching = tl.full([], 1, dtype=tl.int32)
     while searching != 0:
-        key, token = best_before(logits_ptr, row, position, seed, vocab, key, token, peak, scale, state, BLOCK)
-        searching = tl.zeros([], dtype=tl.int32)
+        if has_total:
+            key, token = best_before(logits_ptr, row, position, seed, vocab, key, token, peak, scale, state, BLOCK)
         if top_p < 1.0:
             mass = mass_before(logits_ptr, row, position, vocab, key, token, peak, scale, state, BLOCK)
-            if mass >= top_p * total:
-                token -= 1  # those before it: equal ones of lower id, and all of larger key
-                searching = tl.full([], 1, dtype=tl.int32)
-    return token
-
-
-@triton.jit
-def draw_filtered(logits_ptr, row, position, seed, vocab, num_tiles, peaks, sums, near_ptr, values_ptr, ids_ptr, state,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    top_k = tl.load(state[1] + row * _INTS + _TOP_K)
-    top_p = tl.load(state[0] + row * _FLOATS + _TOP_P)
-    min_p = tl.load(state[0] + row * _FLOATS + _MIN_P)
-    scale = scale_of(row, state[0]) * _LOG2E
-    peak = tl.maximum(tl.max(peaks, axis=0), LOWEST)
-    whole = tl.sum(tl.where(peaks > LOWEST, sums * tl.exp2((peaks - peak) * scale), 0.0), axis=0)
-    lowest = tl.where(min_p > 0, peak + tl.log2(tl.maximum(min_p, 1e-37)) / scale, float("-inf"))
-    lowest = tl.maximum(order(lowest), _LEAST)
-    k = tl.where(top_k > 0, top_k, _FIRST_K)
-    bound = tl.maximum(kth_largest(order(peaks), k), lowest)
-    found = tl.full([], _CAP + 1, dtype=tl.int32)
-    if (k <= _CAP) & ((bound > _LEAST) | (vocab <= _CAP)):
-        found = list_above(logits_ptr, row, position, vocab, peaks, bound, near_ptr, values_ptr, ids_ptr, state, True)
-    keys, ids = sorted_list(values_ptr, ids_ptr, tl.minimum(found, _CAP))
-    c = tl.arange(0, _CAP)
-    z = (unorder(keys) - peak) * scale
-    live = (c < found) & (keys >= lowest) & ((top_k == 0) | (c < top_k))
-    weight = tl.where(live, tl.exp2(z), 0.0)
-    listed = tl.sum(weight, axis=0)
-    # Are all tokens that survive min_p and top_k listed? If not, top_p may still end inside the list.
-    complete = (top_k > 0) | (bound == lowest)
-    total = tl.where(complete, listed, whole)
-    token = tl.zeros([], dtype=tl.int32)
-    if (found <= _CAP) & (complete | ((min_p == 0) & (listed >= top_p * total))):
-        live = live & (tl.cumsum(weight, axis=0) - weight < top_p * total)
-        score = tl.where(live, z * _LN2 + noise_at(seed, ids, position, _LEVEL_COLUMN), float("-inf"))
-        token = tl.sum(tl.where(c == tl.argmax(score, axis=0), ids, 0), axis=0)
-    else:
-        token = draw_from_row(logits_ptr, row, position, seed, vocab, peak, whole, lowest, scale, state, BLOCK)
+            if has_total:
+                if mass >= top_p * total:
+                    token -= 1  # those before it: equal ones of lower id, and all of larger key
+                else:
+                    searching = tl.zeros([], dtype=tl.int32)
+            else:
+                total = mass + tl.where(token == _ALL_IDS, 0.0, tl.exp2((unorder(key) - peak) * scale))
+                has_total = top_p < 1.0
+        else:
+            searching = tl.zeros([], dtype=tl.int32)
     return token
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
-def pick_kernel(
-    logits_ptr, rows_ptr, positions_ptr, peaks_ptr, sums_ptr, near_ptr, values_ptr, ids_ptr, tokens_ptr, stride, vocab,
-    num_tiles, seeds_ptr, floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr,
+def search_kernel(
+    logits_ptr, rows_ptr, positions_ptr, peaks_ptr, sums_ptr, tokens_ptr, stride, vocab, num_tiles,
+    seeds_ptr, floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr,
     ALL_TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + lane)
+    if row < 0:
+        return
+    if tl.load(tokens_ptr + lane) != _UNSETTLED:
+        return
+    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr)
     i = tl.arange(0, ALL_TILES)
     peaks = tl.load(peaks_ptr + lane * num_tiles + i, mask=i < num_tiles, other=float("-inf"))
     sums = tl.load(sums_ptr + lane * num_tiles + i, mask=i < num_tiles, other=0.0)
-    if row < 0:
-        return
-    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr)
-    logits_ptr += lane * stride
+    peak, whole, lowest, scale = totals(row, peaks, sums, state)
     position = tl.load(positions_ptr + lane)
-    seed = tl.load(seeds_ptr + row)
-    top_p, min_p = tl.load(floats_ptr + row * _FLOATS + _TOP_P), tl.load(floats_ptr + row * _FLOATS + _MIN_P)
-    filtered = (tl.load(ints_ptr + row * _INTS + _TOP_K) > 0) | (top_p < 1.0) | (min_p > 0.0)
     token = tl.zeros([], dtype=tl.int32)
-    if filtered & (tl.load(floats_ptr + row * _FLOATS + _TEMPERATURE) > 0):
-        token = draw_filtered(
-            logits_ptr, row, position, seed, vocab, num_tiles, peaks, sums, near_ptr + lane * num_tiles,
-            values_ptr + lane * _CAP, ids_ptr + lane * _CAP, state, BLOCK,
-        )  # fmt: skip
-    else:
-        token = draw_plain(logits_ptr, row, position, seed, vocab, peaks, sums, state, ALL_TILES)
-    token = tl.where(tl.max(peaks, axis=0) > float("-inf"), tl.minimum(token, vocab - 1), 0)  # else all is banned or NaN
-    tl.store(tokens_ptr + lane, token.to(tl.int64))
-    if tl.load(ints_ptr + row * _INTS + _FLAGS) & _PENALTIES != 0:
-        at = counts_ptr + row.to(tl.int64) * vocab + token
-        tl.store(at, tl.load(at) + 1)
-    tl.store(recent_ptr + row * _RECENT + position % _RECENT, token)
+    any_left = tl.max(peaks, axis=0) > float("-inf")
+    if any_left:
+        token = draw_from_row(logits_ptr + lane * stride, row, position, tl.load(seeds_ptr + row), vocab, peak, whole,
+                              lowest, scale, state, BLOCK)  # fmt: skip
+    record(token, lane, row, position, vocab, any_left, tokens_ptr, state)
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["out_stride"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=["out_stride", "step"], do_not_specialize_on_alignment=UNALIGNED)
 def report_kernel(
-    logits_ptr, rows_ptr, tokens_ptr, raw_peaks_ptr, raw_sums_ptr, near_ptr, values_ptr, ids_ptr, step_ptr,
+    logits_ptr, rows_ptr, tokens_ptr, raw_peaks_ptr, raw_sums_ptr, near_ptr, values_ptr, ids_ptr, step,
     out_logprobs_ptr, out_ids_ptr, out_stride, stride, vocab, num_tiles, ints_ptr,
     ALL_TILES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -457,7 +509,7 @@ def report_kernel(
         state = (0, 0, 0, 0, 0, 0, 0, 0)
         found = list_above(logits_ptr, row, row, vocab, peaks, bound, near_ptr + lane * num_tiles, values_ptr, ids_ptr,
                            state, False)  # fmt: skip
-    out = lane * out_stride + tl.load(step_ptr) * WIDTH
+    out = lane * out_stride + step * WIDTH
     keys, ids = sorted_list(values_ptr, ids_ptr, tl.minimum(found, _CAP))
     c = tl.arange(0, _CAP)
     if found <= _CAP:
@@ -488,45 +540,24 @@ def report_kernel(
 
 
 @dataclass(frozen=True)
-class Reports:
-    """Where logprobs go: [lanes, steps, 1 + MAX_LOGPROBS], filled at the column of the step. float32 and int32."""
+class Drawn:
+    """What `draw` leaves: the tokens, and the maxima and sums of the tiles of raw logits where logprobs are wanted."""
 
-    logprobs: torch.Tensor
-    ids: torch.Tensor
-    step: torch.Tensor  # int32 [1]
-
-    @classmethod
-    def allocate(cls, num_lanes: int, num_steps: int, device: torch.device, step: torch.Tensor | None = None) -> Reports:
-        shape = (num_lanes, num_steps, 1 + MAX_LOGPROBS)
-        return cls(
-            torch.zeros(shape, dtype=torch.float32, device=device), torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device) if step is None else step,
-        )  # fmt: skip
+    tokens: torch.Tensor  # int64 [lanes]; of a lane without a row: anything
+    raw_peaks: torch.Tensor
+    raw_sums: torch.Tensor
 
 
-def sample(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    state: SamplerState,
-    reports: Reports | None = None,
-    tiles_per_program: int = 16,
-    warps: int = 8,
-    block: int = 4096,
-) -> torch.Tensor:
-    """int64 tokens [lanes]. logits [lanes, >= vocab], rows int32 (-1: no token), positions of the tokens drawn."""
-    lanes, vocab = len(logits), state.vocab_size
-    out = torch.zeros(lanes, dtype=torch.int64, device=logits.device)
-    if lanes == 0:
-        return out
+def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, state: SamplerState) -> Drawn:
+    """logits [lanes, >= vocab], rows int32 (-1: no token), positions of the tokens drawn. Counts them in the state."""
+    lanes, vocab, where = len(logits), state.vocab_size, {"device": logits.device}
     assert logits.stride(1) == 1
     num_tiles = triton.cdiv(vocab, SUB)
-    every = max(next_power_of_2(num_tiles), TILE // SUB)
-    tiles = min(tiles_per_program, next_power_of_2(num_tiles))
-    peaks, sums, raw_peaks, raw_sums = torch.empty((4, lanes, num_tiles), dtype=torch.float32, device=logits.device)
-    near = torch.empty((lanes, num_tiles), dtype=torch.int32, device=logits.device)
-    values = torch.empty((lanes, CANDIDATES), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((lanes, CANDIDATES), dtype=torch.int32, device=logits.device)
+    tiles = min(4 if lanes <= 8 else 16, next_power_of_2(num_tiles))  # few rows: more programs
+    peaks, sums, raw_peaks, raw_sums = torch.empty((4, lanes, num_tiles), dtype=torch.float32, **where)
+    drawn = Drawn(torch.empty(lanes, dtype=torch.int64, **where), raw_peaks, raw_sums)
+    if lanes == 0:
+        return drawn
     data = (state.floats, state.ints, state.mask, state.counts, state.prompt, state.recent, state.edits_address,
             state.words_address)  # fmt: skip
     sizes = (logits.stride(0), vocab, num_tiles)
@@ -534,13 +565,49 @@ def sample(
         logits, rows, positions, peaks, sums, raw_peaks, raw_sums, *sizes, *data, TILES=tiles, num_warps=4
     )
     pick_kernel[(lanes,)](
-        logits, rows, positions, peaks, sums, near, values, ids, out, *sizes, state.seeds, *data,
-        ALL_TILES=every, BLOCK=block, num_warps=warps,
+        logits, rows, positions, peaks, sums, *_scratch(lanes, num_tiles, logits.device), drawn.tokens, *sizes,
+        state.seeds, *data, ALL_TILES=_all_tiles(num_tiles), num_warps=8,
     )  # fmt: skip
-    if reports is not None:
-        report_kernel[(lanes,)](
-            logits, rows, out, raw_peaks, raw_sums, near, values, ids, reports.step, reports.logprobs, reports.ids,
-            reports.logprobs.stride(0), *sizes, state.ints,
-            ALL_TILES=every, BLOCK=block, WIDTH=1 + MAX_LOGPROBS, num_warps=warps,
-        )  # fmt: skip
-    return out
+    search_kernel[(lanes,)](
+        logits, rows, positions, peaks, sums, drawn.tokens, *sizes, state.seeds, *data,
+        ALL_TILES=_all_tiles(num_tiles), BLOCK=4096, num_warps=16,
+    )  # fmt: skip
+    return drawn
+
+
+def _scratch(lanes: int, num_tiles: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Near tiles, and the values and ids of the candidates."""
+    return (
+        torch.empty((lanes, num_tiles), dtype=torch.int32, device=device),
+        torch.empty((lanes, CANDIDATES), dtype=torch.float32, device=device),
+        torch.empty((lanes, CANDIDATES), dtype=torch.int32, device=device),
+    )
+
+
+def _all_tiles(num_tiles: int) -> int:
+    return max(next_power_of_2(num_tiles), spec.TILE // SUB)
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Logprobs of some steps: [lanes, steps, 1 + MAX_LOGPROBS]; column 0 is the token's own, and its rank."""
+
+    logprobs: torch.Tensor  # float32
+    ids: torch.Tensor  # int32
+
+    @classmethod
+    def allocate(cls, num_lanes: int, num_steps: int, device: torch.device) -> Reports:
+        shape = (num_lanes, num_steps, 1 + MAX_LOGPROBS)
+        return cls(torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device))
+
+
+def report(
+    logits: torch.Tensor, rows: torch.Tensor, drawn: Drawn, state: SamplerState, reports: Reports, step: int
+) -> None:
+    """Logprobs of the tokens just drawn, for the lanes that want them, as those of this step."""
+    lanes, num_tiles = len(reports.ids), drawn.raw_peaks.shape[1]
+    report_kernel[(lanes,)](
+        logits, rows, drawn.tokens, drawn.raw_peaks, drawn.raw_sums, *_scratch(lanes, num_tiles, logits.device), step,
+        reports.logprobs, reports.ids, reports.logprobs.stride(0), logits.stride(0), state.vocab_size, num_tiles,
+        state.ints, ALL_TILES=_all_tiles(num_tiles), BLOCK=4096, WIDTH=1 + MAX_LOGPROBS, num_warps=8,
+    )  # fmt: skip
