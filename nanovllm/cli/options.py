@@ -158,6 +158,8 @@ ENGINE = OptionGroup(
     help={
         "model": "A folder in Hugging Face layout, a .gguf file, a repository id, or smollm2.",
         "tokenizer": "Take the tokenizer from another model (same kinds of names).",
+        "generation_config": "Sampling defaults: auto = the model's generation_config.json, vllm = not those, or a "
+        "folder with another such file.",
         "device": _one_of(DEVICES),
         "dtype": f"{_one_of(DTYPES)} auto is float32 on a CPU.",
         "max_model_len": "Longest prompt plus output, in tokens; none = what the model was trained for.",
