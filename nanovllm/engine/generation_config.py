@@ -20,8 +20,7 @@ from nanovllm.weights.safetensors_folder import read_json
 
 logger = logging.getLogger("nanovllm")
 FILE = "generation_config.json"
-FIELDS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-FIELDS["max_new_tokens"] = "max_tokens"
+FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 NEUTRAL = "neutral (temperature 1, no filter, no penalty)"
 
 
@@ -49,12 +48,13 @@ def read_sampling_defaults(generation_config: str, model: Path) -> SamplingDefau
         )
     values: dict[str, Any] = {}
     said = read_json(file)
-    for name, field in FIELDS.items():
+    for name in FIELDS:
         if said.get(name) is None:
             continue
+        field = "max_tokens" if name == "max_new_tokens" else name
         try:
             values[field] = getattr(SamplingParams(**{field: said[name]}), field)
         except RequestError as error:
             reason = str(error).partition(": ")[2]
-            logger.warning("%s: %s=%.40r %.200s; the field is ignored", file, name, said[name], reason)
+            logger.warning("%s: %s=%.40r is ignored: %.200s", file, name, said[name], reason)
     return SamplingDefaults(values, str(file) if values else f"{file} sets none")

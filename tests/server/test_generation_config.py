@@ -152,7 +152,7 @@ def test_the_server_says_it_at_its_start(
     if option == "auto":
         assert f"sampling defaults: temperature=0.6, from {file}" in said
         [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert line.startswith(f"{file}: top_k='many' must be an integer")
+        assert line.startswith(f"{file}: top_k='many' is ignored: must be an integer")
     else:
         assert f"sampling defaults: {NEUTRAL}; generation_config='vllm'" in said
         assert "top_k" not in caplog.text
