@@ -13,9 +13,7 @@ def is_plain(params: SamplingParams) -> bool:
     return (
         params.logprobs is None
         and params.prompt_logprobs is None
-        and params.top_k == 0
-        and params.top_p == 1.0
-        and params.min_p == 0.0
+        and (params.is_greedy or (params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0))
         and params.presence_penalty == 0.0
         and params.frequency_penalty == 0.0
         and params.repetition_penalty == 1.0
