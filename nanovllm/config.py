@@ -62,6 +62,7 @@ class EngineConfig:
 
     model: str = "smollm2"
     tokenizer: str | None = None  # another folder to take the tokenizer from
+    generation_config: str = "auto"  # sampling defaults: the model's own, "vllm" = neutral, or a folder with others
     device: str = "auto"
     dtype: str = "auto"  # the checkpoint's own on a GPU, float32 on the CPU
     max_model_len: int | None = None  # None = what the model was trained for
@@ -99,6 +100,8 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r}: give a folder, a .gguf file, an alias or a repository id")
         if self.tokenizer is not None and (not isinstance(self.tokenizer, str) or not self.tokenizer):
             raise ConfigError(f"tokenizer={self.tokenizer!r}: give the folder of another tokenizer, or None")
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ConfigError(f"generation_config={self.generation_config!r}: give 'auto', 'vllm' or a folder")
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)

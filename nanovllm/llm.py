@@ -79,6 +79,10 @@ class LLM:
         """Forget all cached prefixes. False, and nothing is forgotten, while requests run."""
         return self.engine.reset_prefix_cache()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Used where a call gives none: the model's own, unless generation_config names others."""
+        return SamplingParams(**self.engine.sampling_defaults.values)
+
     def get_tokenizer(self) -> Any:
         return self.engine.tokenizer
 
@@ -98,7 +102,7 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        sampling_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         inputs: list[EngineInput] = []

@@ -71,7 +71,7 @@ SystemOption = Annotated[
 
 
 @app.command()
-@with_options(params=SAMPLING, config=ENGINE)
+@with_options(sampling=SAMPLING, config=ENGINE)
 def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="- is standard input, less one newline at its end.")
@@ -90,12 +90,12 @@ def generate(
     ] = None,
     *,
     config: EngineConfig,
-    params: SamplingParams,
+    sampling: dict[str, Any],
 ) -> None:
     """Answer prompts; text streams to stdout, speed goes to stderr."""
     texts = read_prompts(prompts or [], file)
-    note_without_effect(params, shows_logprobs=as_json)
     with load(config) as engine:
+        params = complete(sampling, engine, shows_logprobs=as_json)
         inputs = []
         for index, text in enumerate(texts, 1):
             try:
@@ -119,14 +119,13 @@ def generate(
 
 
 @app.command()
-@with_options(params=SAMPLING, config=ENGINE)
-def chat(system: SystemOption = None, *, config: EngineConfig, params: SamplingParams) -> None:
+@with_options(sampling=SAMPLING, config=ENGINE)
+def chat(system: SystemOption = None, *, config: EngineConfig, sampling: dict[str, Any]) -> None:
     """Talk with a model. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D leaves."""
     from nanovllm.cli.conversation import Chat
 
-    note_without_effect(params, shows_logprobs=False)
     with load(config) as engine:
-        Chat(engine, params, system).run()
+        Chat(engine, complete(sampling, engine, shows_logprobs=False), system).run()
 
 
 @app.command()
@@ -198,16 +197,22 @@ def read_text(file: str) -> str:
         raise RequestError(f"{name}: cannot be read: {error}") from None
 
 
-def note_without_effect(params: SamplingParams, shows_logprobs: bool) -> None:
-    """Sampling options that were given and change nothing. Those of the engine are its own to tell."""
+def complete(given: dict[str, Any], engine: LLMEngine, shows_logprobs: bool) -> SamplingParams:
+    """Options that were not given: the model's defaults, then the terminal's. Those that were given and change nothing
+    are named; the engine does so for its own."""
+    defaults = engine.sampling_defaults
+    if defaults.values:
+        note(f"sampling defaults: {defaults}")
+    params = SamplingParams(**{**SAMPLING.defaults, **defaults.values, **given})
     found: dict[str, str] = {}
     if params.temperature == 0:
         found = dict.fromkeys(("top_p", "top_k", "min_p"), "--temperature 0 always takes the likeliest token")
     if not shows_logprobs:
         found |= dict.fromkeys(("logprobs", "prompt_logprobs"), "only `generate --json` shows them")
-    for field in dataclasses.fields(params):
-        if field.name in found and (value := getattr(params, field.name)) != field.default:
-            note(f"{field.name}={value!r} has no effect: {found[field.name]}")
+    for name, value in given.items():
+        if name in found and value != getattr(SamplingParams, name):
+            note(f"{name}={value!r} has no effect: {found[name]}")
+    return params
 
 
 def load(config: EngineConfig) -> LLMEngine:

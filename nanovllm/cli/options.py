@@ -3,10 +3,11 @@
 Names, types and defaults come from EngineConfig and SamplingParams themselves, so the command line can neither lag
 behind them nor disagree with them; this file only adds help in plain words. A command asks for a group by naming it:
 
-    @with_options(config=ENGINE, params=SAMPLING)
-    def generate(prompts: list[str], config: EngineConfig, params: SamplingParams) -> None: ...
+    @with_options(config=ENGINE, sampling=SAMPLING)
+    def generate(prompts: list[str], config: EngineConfig, sampling: dict[str, Any]) -> None: ...
 
-and is called with the checked objects. No torch here: `nanovllm --help` must be instant.
+and is called with the checked objects. Those of SAMPLING are the options that were given: the others come from the
+model's generation_config.json, and the model is not loaded yet. No torch here: `nanovllm --help` must be instant.
 
 `--help` fits a screen: of each group it shows only the `common` options. `--help-all` shows the others too.
 """
@@ -60,6 +61,7 @@ class OptionGroup:
     types: Mapping[str, type] = field(default_factory=dict)  # where the field takes more kinds than a shell can say
     skipped: frozenset[str] = frozenset()
     common: frozenset[str] | None = None  # what --help shows; None = all
+    only_given: bool = False  # `build` gets the options of the command line and no defaults
 
     def parameters(self) -> list[inspect.Parameter]:
         hints = get_type_hints(self.of)
@@ -120,6 +122,9 @@ HELP_ALL = inspect.Parameter(
 )
 
 
+CONTEXT = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+
+
 def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace each named parameter of a command by the options of its group."""
 
@@ -128,15 +133,18 @@ def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Calla
         added = {name: group.parameters() for name, group in groups.items()}
 
         @functools.wraps(command)
-        def run(**values: Any) -> None:
-            built = {
-                name: group.build({option.name: values.pop(option.name) for option in added[name]})
-                for name, group in groups.items()
-            }
+        def run(ctx: typer.Context, **values: Any) -> None:
+            built = {}
+            for name, group in groups.items():
+                chosen = {option.name: values.pop(option.name) for option in added[name]}
+                if group.only_given:
+                    sources = {option: ctx.get_parameter_source(option).name for option in chosen}
+                    chosen = {option: value for option, value in chosen.items() if sources[option] != "DEFAULT"}
+                built[name] = group.build(chosen)
             values.pop(HELP_ALL.name, None)
             command(**values, **built)
 
-        shown = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups]
+        shown = [CONTEXT, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups)]
         shown += [option for options in added.values() for option in options]
         shown += [HELP_ALL] if any(group.common is not None for group in groups.values()) else []
         run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -158,6 +166,8 @@ ENGINE = OptionGroup(
     help={
         "model": "A folder in Hugging Face layout, a .gguf file, a repository id, or smollm2.",
         "tokenizer": "Take the tokenizer from another model (same kinds of names).",
+        "generation_config": "Sampling defaults: auto = the model's generation_config.json, vllm = not those, or a "
+        "folder with another such file.",
         "device": _one_of(DEVICES),
         "dtype": f"{_one_of(DTYPES)} auto is float32 on a CPU.",
         "max_model_len": "Longest prompt plus output, in tokens; none = what the model was trained for.",
@@ -193,11 +203,11 @@ ENGINE = OptionGroup(
 )
 
 
-def _sampling_params(values: dict[str, Any]) -> SamplingParams:
-    given = {name: value for name, value in values.items() if name not in _LISTS or value}
+def _checked_sampling(given: dict[str, Any]) -> dict[str, Any]:
     if "logit_bias" in given:
         given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
-    return SamplingParams(**given)
+    SamplingParams(**{"max_tokens": None, **given})  # the model may set a limit that min_tokens must not exceed
+    return given
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -217,9 +227,10 @@ _LISTS: dict[str, Any] = {
 }
 
 SAMPLING = OptionGroup(
-    title="Sampling",
+    title="Sampling (the model's generation_config.json comes before these defaults)",
     of=SamplingParams,
-    build=_sampling_params,
+    build=_checked_sampling,
+    only_given=True,
     defaults={"temperature": 0.0, "max_tokens": 256},
     types=_LISTS,
     # One --seed is enough here, the engine's: it decides the tokens of every request whatever else is in the batch.

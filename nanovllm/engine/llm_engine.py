@@ -22,6 +22,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import default_batched_tokens, derive_seed, resolve_block_size, resolve_max_model_len
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.generation_config import read_sampling_defaults
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.stats import StepStats
@@ -53,6 +54,7 @@ class LLMEngine:
         checkpoint = open_checkpoint(resolve_model(config.model))
         try:
             self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+            self.sampling_defaults = read_sampling_defaults(config.generation_config, checkpoint.path)
             refuse_without_experts(self.model_config, config.expert_placement, config.expert_cache_gb)
             self.max_model_len = resolve_max_model_len(config, self.model_config)
             self.tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(checkpoint)
@@ -124,7 +126,7 @@ class LLMEngine:
         priority: int = 0,
         final_only: bool = False,
     ) -> None:
-        params = SamplingParams() if params is None else params
+        params = SamplingParams(**self.sampling_defaults.values) if params is None else params
         parsed = self.check(prompt, params, priority)  # type: ignore[arg-type]
         params = self.grammars.compiled(params)
         if not isinstance(request_id, str):

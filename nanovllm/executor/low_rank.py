@@ -37,7 +37,7 @@ class LowRank:
     def notice(self) -> str:
         """The text is another than the model's own would be: a user must see why."""
         return (
-            f"low-rank experts in use: {self.metadata.kept_with_u:.0%} of the experts' bytes "
+            f"low-rank experts in use: {self.metadata.kept:.0%} of the experts' bytes "
             f"([ModelRunner] Using SVD Expert Manager from {self.folder}); {DISABLE}=1 takes the model's own"
         )
 

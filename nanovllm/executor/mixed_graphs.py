@@ -92,7 +92,7 @@ def compute_mixed(
     )
     hidden = model(Step(tokens, positions, logit_rows, batch), caches)
     logits = model.logits(hidden[: len(rows)])
-    drawn = draw(logits, rows, positions[logit_rows[: len(rows)]] + 1, state)
+    drawn = draw(logits, rows, (positions[logit_rows[: len(rows)]] + 1).int(), state)  # as in decode graphs
     row_tokens.index_copy_(0, rows.long(), drawn.tokens)
     return MixedOutput(rows, logits, drawn, hidden[len(rows) :])
 

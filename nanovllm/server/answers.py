@@ -173,7 +173,8 @@ class CompletionAnswer(Answer[CompletionBody]):
 
     def encode(self) -> tuple[list[EngineInput], SamplingParams]:
         engine, body = self.service.engine.engine, self.body_model
-        return encode_prompts(engine, body), engine.grammars.compiled(body.params())
+        params = body.params(engine.sampling_defaults.values)
+        return encode_prompts(engine, body, params), engine.grammars.compiled(params)
 
     def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
         body = self.body_model

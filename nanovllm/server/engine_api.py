@@ -61,7 +61,9 @@ def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
 
     @app.get("/engine/info", include_in_schema=False)
     async def info() -> dict[str, Any]:
-        return {"events": options.events, "replay": False, **engine_info(engine.engine, service.model_name)}
+        facts = engine_info(engine.engine, service.model_name)
+        defaults = engine.engine.sampling_defaults.values
+        return {"events": options.events, "replay": False, "sampling_defaults": defaults, **facts}
 
     @app.get("/engine/events", include_in_schema=False, response_class=Response)
     async def events() -> Response:

@@ -16,9 +16,8 @@ from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, M
 from nanovllm.server.tools import Form, as_plain_text, grammar
 
 
-def encode_prompts(engine: LLMEngine, body: CompletionBody) -> list[EngineInput]:
+def encode_prompts(engine: LLMEngine, body: CompletionBody, params: SamplingParams) -> list[EngineInput]:
     prompts = body.prompts
-    params = body.params()
     found = []
     for number, prompt in enumerate(prompts):
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
@@ -38,7 +37,7 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody) -> list[EngineInput]
 def encode_chat(engine: LLMEngine, body: ChatBody, form: Form) -> tuple[EngineInput, SamplingParams]:
     token_ids = _render(engine, body.messages, body.offered, form)
     salted: Any = {"prompt_token_ids": token_ids, "cache_salt": body.cache_salt or ""}
-    parsed, params = engine.inputs.parse(salted), body.params()
+    parsed, params = engine.inputs.parse(salted), body.params(engine.sampling_defaults.values)
     engine.check(parsed, params, body.priority)  # type: ignore[arg-type]
     if body.offered and (source := grammar(form, body, engine.tokenizer)):
         return parsed, _with_grammar(engine, params, source, body, form)

@@ -1,12 +1,14 @@
 """The bodies that clients send, as OpenAI and vLLM name their fields.
 
 Every field is honoured or refused by name: an unknown one is an error, and one of OpenAI's that this server does not
-know how to honour passes only with the value that asks for nothing. `null` means "not given", as in OpenAI's API.
+know how to honour passes only with the value that asks for nothing. `null` means "not given", as in OpenAI's API: then
+the model's generation_config.json decides (`defaults` below), and where that is silent, vLLM's default.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -91,13 +93,13 @@ class Sampling(Body):
 
     model: str | None = None
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_IDS)] | None = None
@@ -122,14 +124,17 @@ class Sampling(Body):
             raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
         return self
 
-    def _params(self, **others: Any) -> SamplingParams:
+    def _params(self, defaults: Mapping[str, Any], max_tokens: int | None, **others: Any) -> SamplingParams:
+        """The default of max_tokens is also a limit, as in vLLM."""
         same = (
             "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias",
             "allowed_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output",
         )  # fmt: skip
-        values = {name: getattr(self, name) for name in same}
-        return SamplingParams(**values, structured_outputs=self._structure(), **others)
+        values = {name: value for name in same if (value := getattr(self, name)) is not None}
+        limits = [limit for limit in (max_tokens, defaults.get("max_tokens")) if limit is not None]
+        others |= {"max_tokens": min(limits, default=None), "structured_outputs": self._structure()}
+        return SamplingParams(**{**defaults, **values, **others})
 
     def _structure(self) -> dict[str, Any] | None:
         wanted = self.response_format
@@ -147,7 +152,7 @@ class CompletionBody(Sampling):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
-    max_tokens: int = 16
+    max_tokens: int | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
 
@@ -162,12 +167,12 @@ class CompletionBody(Sampling):
         """max_tokens=0 with echo: the prompt and its log probabilities, nothing new."""
         return self.max_tokens == 0 and self.echo
 
-    def params(self) -> SamplingParams:
-        return self._params(
-            max_tokens=1 if self.only_scores else self.max_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
-        )
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        wanted = 1 if self.only_scores else self.max_tokens
+        if wanted is None and "max_tokens" not in defaults:
+            wanted = SamplingParams.max_tokens
+        prompt_logprobs = self.logprobs if self.echo else None
+        return self._params(defaults, wanted, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
 class TextPart(Body):
@@ -365,9 +370,9 @@ class ChatBody(Sampling):
             raise ApiError(400, "max_tokens: differs from max_completion_tokens; give one", param="max_tokens")
         return self
 
-    def params(self) -> SamplingParams:
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._params(max_tokens=limit, logprobs=self.top_logprobs if self.logprobs else None)
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self._params(defaults, wanted, logprobs=self.top_logprobs if self.logprobs else None)
 
 
 class TokenizeBody(Body):

@@ -37,6 +37,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.generation_config import SamplingDefaults, read_sampling_defaults
 from nanovllm.errors import ConfigError
 from nanovllm.executor.ray_cluster import join_ray
 from nanovllm.hardware.parallel import LOOPBACK
@@ -160,6 +161,7 @@ class Replicas:
     answer: DeploymentHandle  # EngineReplica.answer, streaming
     count: int
     app_name: str
+    sampling_defaults: SamplingDefaults
 
 
 def make_front(replicas: Replicas, options: ServerOptions) -> ASGIApp:
@@ -288,10 +290,7 @@ def merge_metrics(texts: dict[str, str]) -> str:
 def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: int) -> Iterator[Replicas]:
     """Waits until all engines are loaded. At the end they are stopped; so is Ray, unless it was there before."""
     check_replicas(config)
-    # Here, once: a wrong name is one line and not a trace for each replica, and they need not all fetch it at once.
-    path = resolve_model(config.model)
-    if Path(config.model).exists():
-        config = replace(config, model=str(path.absolute()))  # a replica may be started in another folder
+    config, defaults = find_files(config)
     name = f"nanovllm-{uuid.uuid4().hex[:8]}"
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     join_ray(ray)
@@ -305,10 +304,22 @@ def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: in
                 handle = serve.run(app, name=name, route_prefix=None, logging_config=quiet)
             except RuntimeError as error:
                 raise ConfigError(f"the replicas did not start ({error}); their error is in the lines above") from None
-            yield Replicas(handle.options(method_name="answer", stream=True), num_replicas, name)
+            yield Replicas(handle.options(method_name="answer", stream=True), num_replicas, name, defaults)
         finally:
             with contextlib.suppress(Exception):  # what is left of a private Ray dies with it
                 serve.delete(name)
+
+
+def find_files(config: EngineConfig) -> tuple[EngineConfig, SamplingDefaults]:
+    """Here, once: a wrong name is one line and not a trace for each replica, and they need not all fetch the model at
+    once. Paths become absolute, since a replica may be started in another folder."""
+    path = resolve_model(config.model)
+    defaults = read_sampling_defaults(config.generation_config, path)
+    if Path(config.model).exists():
+        config = replace(config, model=str(path.absolute()))
+    if config.generation_config not in ("auto", "vllm"):
+        config = replace(config, generation_config=os.path.abspath(os.path.expanduser(config.generation_config)))
+    return config, defaults
 
 
 def _keep_to_loopback() -> None:
@@ -373,5 +384,6 @@ def serve_replicas(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with contextlib.closing(listener), open_replicas(config, options, num_replicas) as replicas:
         say(f"{num_replicas} replicas of {config.model} at {address_of(listener)}/v1 (Ctrl-C ends)")
+        say(f"sampling defaults: {replicas.sampling_defaults}")
         Server(uvicorn_config(make_front(replicas, options), options)).run(sockets=[listener])
     say("all requests are answered, the engines are closed")

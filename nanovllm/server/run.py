@@ -112,6 +112,7 @@ def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], Non
     try:
         server = make_server(service)  # a trace that cannot be written is said before anyone is invited
         say(f"{service.model_name} at {address_of(listener)}/v1 (Ctrl-C ends)")
+        say(f"sampling defaults: {service.engine.engine.sampling_defaults}")
         say(f"page: {address_of(listener)}/{'' if options.events else ' (--events lets it show the engine at work)'}")
         server.run(sockets=[listener])
     finally:

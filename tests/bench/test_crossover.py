@@ -17,6 +17,7 @@ from nanovllm.bench.crossover import Sweep, does_not_fit
 from nanovllm.bench.named import Ceiling, decode_limit_seconds, limit_seconds
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.stats import StepStats
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.executor.local import LocalExecutor
 from tests.cli.runner import SMALL, Result, Run
@@ -74,15 +75,15 @@ def test_only_decode_steps_count(llama: TinyModel, monkeypatch: pytest.MonkeyPat
     from nanovllm.config import EngineConfig
 
     steps: list[tuple[int, float]] = []
-    count = LLMEngine._count
+    count = StepStats.count
 
-    def spy(self: LLMEngine, plan: Any, progress: Any, seconds: float) -> None:
+    def spy(self: StepStats, plan: Any, progress: Any, seconds: float) -> None:
         if all(entry.num_new == 1 for entry in plan.entries):
             steps.append((sum(len(moved.token_ids) for moved in progress), seconds))
         count(self, plan, progress, seconds)
 
     with LLMEngine(EngineConfig(model=str(llama.path), device="cpu", num_kvcache_blocks=64)) as engine:
-        monkeypatch.setattr(LLMEngine, "_count", spy)
+        monkeypatch.setattr(StepStats, "count", spy)
         rate = crossover.decode_rate(engine, Workload([[1, 2, 3], [4, 5, 6]], [5, 5]))
     assert [tokens for tokens, _ in steps] == [2] * 4  # the first token of each came with the prompt
     assert rate == pytest.approx(8 / sum(seconds for _, seconds in steps))

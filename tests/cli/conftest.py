@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
-def press(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def press(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """press(k): Ctrl-C arrives in the middle of the k-th step from now on."""
+    # A shell that starts something in the background has it ignore SIGINT; so do its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def at(count: int) -> None:
         step, left = LLMEngine.step, [count]
@@ -30,4 +32,5 @@ def press(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         monkeypatch.setattr(LLMEngine, "step", interrupted)
 
-    return at
+    yield at
+    signal.signal(signal.SIGINT, before)

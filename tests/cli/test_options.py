@@ -108,9 +108,11 @@ def test_defaults_are_those_of_the_config() -> None:
 
 def test_sampling_defaults_and_lists() -> None:
     values = {parameter.name: parameter.default for parameter in SAMPLING.parameters()}
-    assert SAMPLING.build(dict(values)) == SamplingParams(temperature=0.0, max_tokens=256)
-    values |= {"stop": ["a", "b"], "logit_bias": ["7=-2.5", "8=1"], "allowed_token_ids": [7, 8]}
-    params = SAMPLING.build(values)
+    assert (values["temperature"], values["max_tokens"], values["top_p"]) == (0.0, 256, 1.0)
+    assert SAMPLING.build({}) == {}
+    params = SamplingParams(
+        **SAMPLING.build({"stop": ["a", "b"], "logit_bias": ["7=-2.5", "8=1"], "allowed_token_ids": [7, 8]})
+    )
     assert params.stop == ("a", "b")
     assert params.logit_bias == {7: -2.5, 8: 1.0}
     assert params.allowed_token_ids == (7, 8)

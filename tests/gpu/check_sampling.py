@@ -2,9 +2,9 @@
 
     python tests/gpu/check_sampling.py [--model benchmarks/models/qwen3-0.6b] [--out FILE]
 
-Requests of every kind run together and alone, captured and eager, one and eight tokens a visit: seeded rows must give the
-same tokens each time (fp32: in 16 bits other shapes of products round other logits). Bans, biases, minimum lengths and
-allowed tokens must hold, logprobs must agree with each other and with the token.
+Requests of every kind run together and alone, captured and eager, one and eight tokens a visit: seeded rows must give
+the same tokens each time (fp32: in 16 bits other shapes of products round other logits). Bans, biases, minimum lengths
+and allowed tokens must hold, logprobs must agree with each other and with the token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 
-OPTIONS = {"device": "cuda", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024, "dtype": "float32",
-           "num_kvcache_blocks": 600}  # fmt: skip
+OPTIONS = {"device": "cuda", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024,
+           "dtype": "float32", "num_kvcache_blocks": 600}  # fmt: skip
 KINDS: list[dict[str, Any]] = [
     {}, {"temperature": 0}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 1},
     {"top_k": 1000, "top_p": 0.99}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
@@ -55,7 +55,7 @@ def check_logprobs(outputs: list[Any]) -> int:
         assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
         for position, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids):
             own = position[token]
-            tops = sorted((found for found in position.values() if found.rank <= asked.logprobs), key=lambda one: one.rank)
+            tops = sorted((one for one in position.values() if one.rank <= asked.logprobs), key=lambda one: one.rank)
             assert [one.rank for one in tops] == list(range(1, len(tops) + 1)) or own.rank > asked.logprobs, position
             values = [one.logprob for one in tops]
             assert values == sorted(values, reverse=True)
@@ -94,8 +94,9 @@ def main() -> None:
         report["alone"] = [i for i, (a, b) in enumerate(zip(alone, whole)) if a != b]
         turned = tokens(llm.generate(prompts()[::-1], params()[::-1], use_tqdm=False))[::-1]
         report["other order"] = [i for i, (a, b) in enumerate(zip(turned, whole)) if a != b]
-    for name, options in {"one token a visit": {"decode_steps": 1}, "eager": {"enforce_eager": True},
-                          "preempted": {"num_kvcache_blocks": 12, "max_num_batched_tokens": 64}}.items():  # fmt: skip
+    few = {"num_kvcache_blocks": 12, "kvcache_block_size": 16, "max_num_batched_tokens": 64}
+    others = {"one token a visit": {"decode_steps": 1}, "eager": {"enforce_eager": True}, "preempted": few}
+    for name, options in others.items():
         with LLM(args.model, **{**OPTIONS, "max_num_seqs": 32, **options}) as llm:
             found = tokens(llm.generate(prompts(), params(), use_tqdm=False))
             report[name] = [i for i, (a, b) in enumerate(zip(found, whole)) if a != b]

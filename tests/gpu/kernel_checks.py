@@ -4,11 +4,15 @@
 shuffled blocks, and cache memory that holds no key is NaN.
 """
 import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from nanovllm.ops import activation, kv_cache, norm, rotary, sampling
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from nanovllm.ops import activation, kv_cache, norm, rotary
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
@@ -18,6 +22,8 @@ from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
 from nanovllm.ops.triton import store_kv as t_store_kv
 from nanovllm.ops.triton.common import capability
+from nanovllm.sampling.sampler import sample
+from tests.ops.sampler_rig import make_logits, make_rows, make_state
 
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -150,31 +156,21 @@ def check_large_cache() -> float:
 
 
 def check_sampling() -> float:
-    rows, vocab = 64, 151936
-    for dtype in (BF16, FP32):
-        logits = rand(rows, vocab, dtype=dtype, scale=3)
-        temperatures = torch.rand(rows, device=DEVICE)
-        temperatures[::4] = 0
-        seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
-        positions = torch.randint(0, 10**5, (rows,), device=DEVICE)
-        got = t_sampling.sample(logits, temperatures, seeds, positions)
-        expected = sampling.gumbel_argmax_reference(logits, temperatures, seeds, positions)
-        assert (got == expected).float().mean() >= 0.98, f"{(got != expected).sum()} of {rows} rows differ"
-        assert torch.equal(got[::4], logits[::4].argmax(-1)) or dtype == BF16  # bf16 rows have exact ties
-        assert torch.equal(logits[::4].gather(1, got[::4, None])[:, 0], logits[::4].amax(-1))
-        part = t_sampling.sample(logits[5:9], temperatures[5:9], seeds[5:9], positions[5:9])
-        assert torch.equal(part, got[5:9]), "depends on the batch"
-    # Distribution: 200,000 draws of a peaked row against softmax.
-    draws = 200_000
-    row = torch.cat((torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.full((4092,), -6.0))).to(DEVICE)
-    one = torch.ones(draws, device=DEVICE)
-    tokens = t_sampling.sample(row.expand(draws, -1), one, torch.arange(draws, device=DEVICE), one.long())
-    counts = torch.bincount(tokens, minlength=4096) / draws
-    probs = row.softmax(0)
-    groups = [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4), slice(4, 2048), slice(2048, 4096)]
-    error = max(abs(counts[g].sum() - probs[g].sum()).item() for g in groups)
-    assert error < 5e-3, f"distribution off by {error:.1e}"
-    return error
+    """Requests of every kind against the CPU. Near-ties may fall otherwise: exponentials round differently."""
+    different, total = [], 0
+    for vocab, kind in itertools.product((2049, 49152, 151936), ("normal", "flat", "ties", "broken")):
+        rows = make_rows(vocab, seed=vocab)
+        places = torch.randperm(len(rows)).tolist()
+        state = make_state(rows, vocab, places, str(DEVICE))
+        logits = make_logits(kind, len(rows), vocab, BF16)
+        lanes = torch.tensor(places, dtype=torch.int32, device=DEVICE)
+        positions = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int32, device=DEVICE)
+        got = t_sampling.draw(logits.to(DEVICE), lanes, positions, state).tokens.tolist()
+        expected = sample(logits, rows).token_ids
+        different += [(vocab, kind, i) for i, (a, b) in enumerate(zip(got, expected)) if a != b]
+        total += len(rows)
+    assert len(different) <= 0.01 * total, different
+    return len(different) / total
 
 
 def check_gemv() -> float:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from kernel_checks import BF16, DEVICE, paged_cache, rand
@@ -18,6 +19,9 @@ from nanovllm.ops.triton import gemv, qk_norm_rope
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
+from nanovllm.sampling.rows import SamplingRow
+from nanovllm.sampling_params import SamplingParams
+from tests.ops.sampler_rig import make_state
 
 L2_BYTES = 160e6  # inputs of a timing exceed this together: three times the cache
 HEADS, HEAD_DIM = (16, 8), 128  # Qwen3-0.6B
@@ -126,13 +130,14 @@ def time_layer(rows, shapes, fused):
     return build
 
 
-def time_sampling(rows, vocab=151936):
+def time_sampling(rows, vocab=151936, **params):
     def build() -> Timed:
         num_bytes = rows * vocab * 2
         logits = [rand(rows, vocab, scale=3) for _ in copies(num_bytes)]
-        temperatures = torch.full((rows,), 0.6, device=DEVICE)
-        index = torch.arange(rows, device=DEVICE)
-        calls = [lambda x=x: t_sampling.sample(x, temperatures, index, index) for x in logits]
+        index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+        asked = SamplingRow(SamplingParams(temperature=0.6, **params), 1, np.arange(9, dtype=np.int32), 5)
+        state = make_state([asked] * rows, vocab, list(range(rows)), str(DEVICE))
+        calls = [lambda x=x: t_sampling.draw(x, index, index, state) for x in logits]
         return Timed(calls, num_bytes=num_bytes)
 
     return build
@@ -194,6 +199,8 @@ def timing_jobs() -> Builds:
     jobs += linear_jobs()
     for rows in (1, 64, 256):
         jobs.append((f"sampling {rows} rows", time_sampling(rows)))
+        jobs.append((f"sampling {rows} rows, top_k=20 top_p=0.95", time_sampling(rows, top_k=20, top_p=0.95)))
+        jobs.append((f"sampling {rows} rows, top_p=0.9", time_sampling(rows, top_p=0.9)))
     for rows in (1, 256, 16384):
         jobs += [(f"norm {rows} rows", time_norm(rows)), (f"silu {rows} rows", time_silu(rows))]
         jobs.append((f"rope {rows} rows", time_rope(rows)))

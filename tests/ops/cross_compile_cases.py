@@ -170,15 +170,28 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     norm_consts = {"SIZE": 576, "TILE": 1024, "HAS_RESIDUAL": True}
     store_consts = {"HEAD_DIM": 80, "HEAD_STRIDE": 80, "CACHE_HEAD_STRIDE": 80, "BLOCK_SIZE": 16, "SIZE": 240,
                     "TILE": 256}  # fmt: skip
-    rows = [d, "*fp32", "*i64", "*i32", "*fp32"]
+    sampler = ["*fp32", "*i32", "*i32", "*i16", "*i32", "*i32", "*i64", "*i64"]  # the SamplerState
+    sizes, tiles = ["i32", "i32", "i32"], ["*fp32", "*fp32"]
+    lists = ["*i32", "*fp32", "*i32"]
     state = ["*i64", "*i64", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 5
     lane_types = ["*i32"] * 3 + ["*i64", "*i32", "*i64", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 3
     plain = {
         "norm": (norm.norm_kernel, [d] * 5 + ["i32", "i32", "fp32"], norm_consts),
         "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32"], {"TILE": 1024}),
         "store_kv": (store_kv.store_kv_kernel, [d] * 4 + ["*i64"] + ["i32"] * 4, store_consts),
-        "sample tiles": (sampling.tile_kernel, [*rows, "i32", "i32", "i32"], {"TILE": 2048, "TILES": 4}),
-        "sample pick": (sampling.pick_kernel, [*rows, "*i64", "i32", "i32", "i32"], {"TILE": 2048, "ALL_TILES": 128}),
+        "sample tiles": (sampling.tiles_kernel, [d, "*i32", "*i32", *tiles, *tiles, *sizes, *sampler], {"TILES": 16}),
+        "sample pick": (
+            sampling.pick_kernel, [d, "*i32", "*i32", *tiles, *lists, "*i64", *sizes, "*i64", *sampler],
+            {"ALL_TILES": 1024},
+        ),
+        "sample search": (
+            sampling.search_kernel, [d, "*i32", "*i32", *tiles, "*i64", *sizes, "*i64", *sampler],
+            {"ALL_TILES": 1024, "BLOCK": 4096},
+        ),
+        "sample report": (
+            sampling.report_kernel, [d, "*i32", "*i64", *tiles, *lists, "i32", "*fp32", "*i32", "i32", *sizes, "*i32"],
+            {"ALL_TILES": 1024, "BLOCK": 4096, "WIDTH": 21},
+        ),
         "advance": (decode_state.advance_kernel, state, {"BLOCK_SIZE": 16, "TILE": 256}),
         "begin": (lanes.begin_kernel, lane_types, {"BLOCK_SIZE": 16, "TILE": 128}),
         "keep": (lanes.keep_kernel, ["*i32", "*i64", "*i64", "i32"], {"TILE": 256}),

@@ -11,14 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.ops import activation, kv_cache, norm, rotary, sampling
+from nanovllm.ops import activation, kv_cache, norm, rotary
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as triton_activation
 from nanovllm.ops.triton import decode_attention as decode
 from nanovllm.ops.triton import decode_state, gemv, qk_norm_rope
 from nanovllm.ops.triton import norm as triton_norm
 from nanovllm.ops.triton import prefill_attention as prefill
-from nanovllm.ops.triton import sampling as triton_sampling
 from nanovllm.ops.triton import store_kv as triton_store_kv
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
@@ -278,38 +277,6 @@ def test_decode_launch_rule():
 def test_decode_launch_fits_the_card(head_dim, element_size, arch, expected):
     launch = decode.fit_launch(decode.DecodeLaunch(2), head_dim, element_size, arch)
     assert (launch.block_n, launch.num_warps, launch.num_stages) == expected
-
-
-@pytest.mark.parametrize(
-    ("vocab", "dtype"), [*((n, torch.float32) for n in (1, 2047, 2048, 2049, 5000)), (2049, torch.bfloat16)]
-)
-def test_sampling(vocab, dtype):
-    rows = 6
-    logits = (torch.randn(rows, vocab + 8) * 4).to(dtype)
-    temperatures = torch.tensor([0.0, 0.6, 1.0, 2.0, 0.0, 0.01])
-    seeds = torch.tensor([0, 1, -5, 2**40 + 3, 7, 2**63 - 1])
-    positions = torch.tensor([0, 1, 100, 4095, 5, 2**31 - 1])
-    expected = sampling.gumbel_argmax_reference(logits[:, :vocab], temperatures, seeds, positions)
-    got = triton_sampling.sample(logits, temperatures, seeds, positions, vocab_size=vocab)
-    assert torch.equal(got, expected)
-    assert torch.equal(got[0], logits[0, :vocab].argmax())
-    order = torch.tensor([3, 0, 5, 1])  # another batch, the same tokens
-    again = triton_sampling.sample(logits[order], temperatures[order], seeds[order], positions[order], vocab_size=vocab)
-    assert torch.equal(again, expected[order])
-
-
-def test_sampling_bad_rows_stay_in_range():
-    logits = torch.randn(4, 3000)
-    logits[0] = float("-inf")
-    logits[1] = float("nan")
-    logits[2, :2500] = float("-inf")
-    logits[3, 5] = float("nan")
-    temperatures = torch.tensor([1.0, 0.0, 1.0, 0.0])
-    seeds, positions = torch.arange(4), torch.arange(4)
-    got = triton_sampling.sample(logits, temperatures, seeds, positions)
-    assert ((got >= 0) & (got < 3000)).all()
-    assert got[2] >= 2500
-    assert got[3] == logits[3].nan_to_num(float("-inf")).argmax()
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (1, 576), (1, 1024), (2, 576), (3, 1024), (8, 64)])

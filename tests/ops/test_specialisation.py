@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
 
+from nanovllm.ops.sampling import SamplerState
 from nanovllm.ops.triton import (
     activation,
     decode_attention,
@@ -91,6 +92,7 @@ def test_attention(compiled, by_head):
 def test_everything_else(compiled):
     cache = caches(True)
     norm_weight, cos_sin = empty(HIDDEN), torch.zeros(4096, HEAD_DIM)
+    sampler_state = SamplerState.allocate(2, VOCAB, torch.device("cpu"))
     for rows, skipped in itertools.product((*BATCHES, 1024), (0, 1)):
         x = empty(rows, HIDDEN)
         norm.rms_norm(x, norm_weight, 1e-6)
@@ -101,9 +103,9 @@ def test_everything_else(compiled):
         heads = (empty(HEAD_DIM), empty(HEAD_DIM))
         qk_norm_rope.qk_norm_rope(qkv, heads, 1e-6, cos_sin, index, *cache, index, NUM_Q)
         store_kv.store_kv(*(empty(rows, NUM_KV, HEAD_DIM) for _ in range(2)), *cache, index)
-        temperatures = torch.zeros(rows + skipped)[skipped:]
-        for positions in (index, index.int()):
-            sampling.sample(empty(rows, VOCAB), temperatures, index, positions)
+        drawn = sampling.draw(empty(rows, VOCAB), index.int(), index.int(), sampler_state)
+        reports = sampling.Reports.allocate(rows, 1 + rows % 3, torch.device("cpu"))
+        sampling.report(empty(rows, VOCAB), index.int(), drawn, sampler_state, reports, rows % 3)
         state = [ints(rows, dtype=torch.int64) for _ in range(3)]
         tables = ints(rows, MAX_BLOCKS)
         decode_state.advance(*state, ints(rows), index.clone(), tables, ints(rows, 64, dtype=torch.int64), ints(1), 64)
@@ -117,8 +119,10 @@ def test_everything_else(compiled):
         "silu_mul_kernel": 1,
         "qk_norm_rope_kernel": 2,  # few and many tokens
         "store_kv_kernel": 1,
-        "tile_kernel": 2,  # positions in int32 (decode graphs) and int64
-        "pick_kernel": 2,
+        "tiles_kernel": 2,  # few and many lanes
+        "pick_kernel": 1,
+        "search_kernel": 1,
+        "report_kernel": 1,
         "advance_kernel": 1,
         "begin_kernel": 1,
         "keep_kernel": 1,

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = ("interpreter_cases.py", "moe_interpreter_cases.py")
+CASES = ("interpreter_cases.py", "moe_interpreter_cases.py", "sampling_interpreter_cases.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 

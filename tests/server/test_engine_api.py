@@ -181,7 +181,7 @@ def test_without_events_only_the_facts_are_told(server: Running) -> None:
         "events": False, "replay": False, "version": info["version"], "model": server.model, "policy": "fcfs",
         "num_blocks": 128, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64,
         "max_model_len": server.engine.max_model_len, "prefix_caching": True, "paused": False,
-        "device": server.engine.executor.device.name,
+        "device": server.engine.executor.device.name, "sampling_defaults": {},
     }  # fmt: skip
     for answer in answers:
         assert answer.status_code == 404

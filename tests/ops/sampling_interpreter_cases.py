@@ -1,0 +1,74 @@
+"""The sampler's kernels against their plain twin, `sampling/sampler.py`, under Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+from nanovllm.ops.triton import sampling as kernels
+from nanovllm.sampling.sampler import sample
+from tests.ops.sampler_rig import KINDS, make_logits, make_rows, make_state
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab", "dtype"),
+    [("normal", 2049, torch.float32), ("flat", 300, torch.bfloat16), ("flat", 4100, torch.bfloat16),
+     ("peaked", 300, torch.float32), ("ties", 600, torch.bfloat16), ("equal", 257, torch.bfloat16),
+     ("broken", 600, torch.bfloat16)],
+)  # fmt: skip
+def test_every_kind_of_request(kind, vocab, dtype):
+    torch.manual_seed(0)
+    rows = make_rows(vocab)
+    places = torch.randperm(len(rows)).tolist()
+    state = make_state(rows, vocab, places)
+    logits = make_logits(kind, len(rows) + 1, vocab + 8, dtype)  # the last line is padding, and so are eight columns
+    lanes = torch.tensor([*places, -1], dtype=torch.int32)
+    positions = torch.tensor([*(len(row.token_ids) for row in rows), 0], dtype=torch.int32)
+    drawn = kernels.draw(logits, lanes, positions, state)
+    reports = kernels.Reports.allocate(len(rows), 2, logits.device)
+    kernels.report(logits, lanes, drawn, state, reports, 1)
+    expected = sample(logits[:-1, :vocab].clone(), rows)
+    got = drawn.tokens[:-1].tolist()
+    wrong = [(KINDS[i], a, b) for i, (a, b) in enumerate(zip(got, expected.token_ids)) if a != b]
+    assert not wrong
+    for lane, (row, wanted) in enumerate(zip(rows, expected.logprobs)):
+        if wanted is None:
+            continue
+        assert reports.ids[lane, 1, 0] == wanted.ranks[0]
+        assert reports.logprobs[lane, 1, 0].item() == pytest.approx(wanted.logprobs[0], abs=1e-4)
+        tops = reports.ids[lane, 1, 1 : 1 + row.params.logprobs].tolist()
+        assert [token for token in tops if token != got[lane]] == wanted.token_ids[1:]
+    # What the rows remember: the counts of those with penalties, and the newest tokens of all.
+    for lane, (row, place, token) in enumerate(zip(rows, places, got)):
+        assert state.recent[place, positions[lane] % 64] == token
+        if row.params.repetition_penalty != 1.0:
+            assert state.counts[place].sum() == row.num_output + 1
+            assert state.counts[place, token] >= 1
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
+    torch.manual_seed(1)
+    vocab, rows = 700, make_rows(700, seed=3)
+    logits = make_logits("normal", len(rows), vocab, torch.float32)
+    positions = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int32)
+
+    def draw(chosen, shift):
+        state = make_state([rows[i] for i in chosen], vocab, [shift + n for n in range(len(chosen))])
+        lanes = torch.arange(shift, shift + len(chosen), dtype=torch.int32)
+        return kernels.draw(logits[chosen], lanes, positions[chosen], state).tokens.tolist()
+
+    whole = draw(list(range(len(rows))), 0)
+    for chosen in ([3, 2], [12, 0, 13], [8]):
+        assert draw(chosen, 5) == [whole[i] for i in chosen]
+
+
+def test_rows_with_nothing_left():
+    vocab, rows = 300, make_rows(300)[:4]
+    logits = torch.full((4, vocab), float("-inf"))
+    logits[1] = float("nan")
+    state = make_state(rows, vocab, [0, 1, 2, 3])
+    lanes = torch.arange(4, dtype=torch.int32)
+    assert kernels.draw(logits, lanes, lanes + 11, state).tokens.tolist() == [0, 0, 0, 0]
