@@ -16,6 +16,7 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from nanovllm.errors import RequestError
+from nanovllm.ops.sampling import RECENT
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -145,6 +146,8 @@ class InputProcessor:
         for word in words:
             for variant in (word, " " + word.lstrip()):
                 ids = tuple(self.encode(variant, add_special_tokens=False, what="an entry of bad_words"))
+                if len(ids) > RECENT:
+                    raise RequestError(f"bad_words: {word[:40]!r}... has {len(ids)} tokens; the limit is {RECENT}")
                 if ids:
                     found[ids] = None
         return tuple(found)

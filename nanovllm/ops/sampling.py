@@ -31,7 +31,7 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = 0, 1, 2
 TOP_K, ROW_FLAGS, NUM_LOGPROBS, START_EDITS, NUM_EDITS, NUM_INTS = 0, 1, 2, 3, 4, 8
 FLAG_MASK, FLAG_EDITS, FLAG_PENALTIES = 1, 2, 4
 EDIT_FIELDS = 8  # token, bits of the bias, position before which it holds; start, length and earliest place of a word
-RECENT = 64  # tokens a row remembers for bad words
+RECENT = 64  # tokens of the output that a row remembers; a bad word has no more
 
 
 @dataclass(frozen=True)
