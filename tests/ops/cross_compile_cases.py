@@ -186,7 +186,7 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
         ),
         "sample search": (
             sampling.search_kernel, [d, "*i32", "*i32", *tiles, "*i64", *sizes, "*i64", *sampler],
-            {"ALL_TILES": 1024, "BLOCK": 4096},
+            {"ALL_TILES": 1024, "BLOCK": 8192},
         ),
         "sample report": (
             sampling.report_kernel, [d, "*i32", "*i64", *tiles, *lists, "i32", "*fp32", "*i32", "i32", *sizes, "*i32"],

@@ -33,6 +33,7 @@ SUB = 256  # columns whose maximum is kept: a vocabulary of 32,000 has 125 such 
 CANDIDATES = 256
 FIRST_K = 64  # the bound of a row with top_p or min_p but no top_k
 CHUNK = 16  # tiles read again at once
+SEARCH_BLOCK, SEARCH_WARPS = 8192, 32
 MAX_LOGPROBS = 20
 
 _SUB, _TILE, _CAP, _FIRST_K, _CHUNK = (tl.constexpr(n) for n in (SUB, spec.TILE, CANDIDATES, FIRST_K, CHUNK))
@@ -570,7 +571,7 @@ def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, stat
     )  # fmt: skip
     search_kernel[(lanes,)](
         logits, rows, positions, peaks, sums, drawn.tokens, *sizes, state.seeds, *data,
-        ALL_TILES=_all_tiles(num_tiles), BLOCK=4096, num_warps=16,
+        ALL_TILES=_all_tiles(num_tiles), BLOCK=SEARCH_BLOCK, num_warps=SEARCH_WARPS,
     )  # fmt: skip
     return drawn
 
