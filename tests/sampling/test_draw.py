@@ -118,6 +118,18 @@ def test_the_draw_is_the_one_of_the_definition(name, vocab):
     assert compared > 20
 
 
+@pytest.mark.parametrize("params", [{"top_p": 0.3001}, {"top_p": 0.9001, "min_p": 0.5}])
+@pytest.mark.parametrize("shape", ["all equal", "two values", "signed zeros"])
+def test_more_tokens_than_candidates_and_all_of_them_ties(shape, params):
+    logits = SHAPES[shape](np.random.default_rng(0), 4001)
+    rows = [row(seed, 3, **params) for seed in range(40)]
+    drawn = [expected_token(logits, r.params, r.seed, 3) for r in rows]
+    clear = [i for i, (_, margin) in enumerate(drawn) if margin > 1e-4]
+    got = many(logits, rows)
+    assert [got[i] for i in clear] == [drawn[i][0] for i in clear]
+    assert len(clear) > 35
+
+
 def test_a_few_draws_never_change():
     """Another constant, word or level would change every seeded output. The closest of these is won by 0.004."""
     logits = (np.arange(5000) * 7919 % 5000) / 800
