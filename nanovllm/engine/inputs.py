@@ -16,7 +16,7 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from nanovllm.errors import RequestError
-from nanovllm.ops.sampling import RECENT
+from nanovllm.ops.sampler_state import RECENT
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

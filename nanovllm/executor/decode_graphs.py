@@ -22,7 +22,7 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
-from nanovllm.ops.sampling import SamplerState
+from nanovllm.ops.sampler_state import SamplerState
 
 if TYPE_CHECKING:
     from nanovllm.ops.triton.sampling import Drawn

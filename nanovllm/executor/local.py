@@ -37,7 +37,7 @@ from nanovllm.moe.cache import ExpertStats
 from nanovllm.moe.offload import Offload
 from nanovllm.moe.sizing import CONTEXT_BYTES, GRAPH_BYTES
 from nanovllm.ops.opset import choose_ops
-from nanovllm.ops.sampling import SamplerState
+from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights

@@ -20,7 +20,7 @@ from nanovllm.hardware.graphs import capture_graph
 from nanovllm.hardware.staging import StaticUpload
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
-from nanovllm.ops.sampling import SamplerState
+from nanovllm.ops.sampler_state import SamplerState
 
 if TYPE_CHECKING:
     from nanovllm.ops.triton.sampling import Drawn

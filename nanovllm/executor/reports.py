@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.hardware.staging import Download, Downloads
-from nanovllm.ops.sampling import SamplerState
+from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import token_logprobs
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanovllm.ops import sampling as spec
+from nanovllm.ops import sampler_state as spec
 from nanovllm.sampling.rows import SamplingRow, bits_of
 
 Send = Callable[[list[np.ndarray]], list[torch.Tensor]]  # one upload

@@ -370,7 +370,7 @@ def draw(num_rows):
 
 
 def test_ranks_draw_the_same_tokens() -> None:
-    """The draw is a hash of (seed, position): no generator whose state could differ between processes or threads."""
+    """The noise is a function of seed and position: no generator whose state could differ between ranks or threads."""
     space: dict[str, Any] = {}
     exec(SAMPLE, space)
     here = space["draw"](64)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.ops.sampling import SamplerState
+from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.sampling.device_rows import DeviceRows
 from nanovllm.sampling.rows import SamplingRow
 from nanovllm.sampling_params import SamplingParams

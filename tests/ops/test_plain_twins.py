@@ -120,9 +120,13 @@ def test_linear(dtype, rows, has_bias):
 
 
 def test_philox_known_answer():
-    """The published first word of philox4x32-10 for counter and key zero."""
+    """The published words of philox4x32-10 for counter and key zero, one for each of four neighbours."""
     zero = torch.zeros(1, dtype=torch.long)
-    assert sampling.philox(zero, zero, zero, 0).item() == 0x6627E8D5
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert sampling.philox(zero, torch.arange(4), zero, 0).tolist() == words
+    index = torch.arange(4, 23)
+    group = torch.stack(sampling.philox_words(zero + 7, torch.arange(6), zero + 3, 1), -1).flatten()
+    assert torch.equal(sampling.philox(zero + 7, index, zero + 3, 1), group[4:23])
 
 
 def draw(logits, temperature, num, first_seed=0):

@@ -25,8 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops import sampling as spec
-from nanovllm.ops.sampling import SamplerState
+from nanovllm.ops import sampler_state as spec
+from nanovllm.ops.sampler_state import SamplerState
+from nanovllm.ops.sampling import LEVEL_COLUMN, LEVEL_TILE, TILE
 from nanovllm.ops.triton.common import LOG2E, LOWEST, next_power_of_2
 
 SUB = 256  # columns whose maximum is kept: a vocabulary of 32,000 has 125 such tiles, so top_k = 100 has a bound
@@ -36,8 +37,8 @@ CHUNK = 16  # tiles read again at once
 SEARCH_BLOCK, SEARCH_WARPS = 8192, 32
 MAX_LOGPROBS = 20
 
-_SUB, _TILE, _CAP, _FIRST_K, _CHUNK = (tl.constexpr(n) for n in (SUB, spec.TILE, CANDIDATES, FIRST_K, CHUNK))
-_LEVEL_TILE, _LEVEL_COLUMN = tl.constexpr(spec.LEVEL_TILE), tl.constexpr(spec.LEVEL_COLUMN)
+_SUB, _TILE, _CAP, _FIRST_K, _CHUNK = (tl.constexpr(n) for n in (SUB, TILE, CANDIDATES, FIRST_K, CHUNK))
+_LEVEL_TILE, _LEVEL_COLUMN = tl.constexpr(LEVEL_TILE), tl.constexpr(LEVEL_COLUMN)
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(1.0 / LOG2E)
 _FLOATS, _INTS, _RECENT = tl.constexpr(spec.NUM_FLOATS), tl.constexpr(spec.NUM_INTS), tl.constexpr(spec.RECENT)
 _TEMPERATURE, _TOP_P, _MIN_P = tl.constexpr(spec.TEMPERATURE), tl.constexpr(spec.TOP_P), tl.constexpr(spec.MIN_P)
@@ -586,7 +587,7 @@ def _scratch(lanes: int, num_tiles: int, device: torch.device) -> tuple[torch.Te
 
 
 def _all_tiles(num_tiles: int) -> int:
-    return max(next_power_of_2(num_tiles), spec.TILE // SUB)
+    return max(next_power_of_2(num_tiles), TILE // SUB)
 
 
 @dataclass(frozen=True)

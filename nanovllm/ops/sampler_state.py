@@ -1,0 +1,50 @@
+"""SamplerState: what the running sequences ask of the sampler, as data on the device.
+
+A captured graph holds the addresses of these arrays, so one graph serves every mix of requests. A row is filled when a
+sequence arrives (`sampling/device_rows.py`), read by `ops/triton/sampling.py`, which also counts the tokens it draws.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Columns of SamplerState.floats and .ints
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = 0, 1, 2, 3, 4, 5, 8
+TOP_K, ROW_FLAGS, NUM_LOGPROBS, START_EDITS, NUM_EDITS, NUM_INTS = 0, 1, 2, 3, 4, 8
+FLAG_MASK, FLAG_EDITS, FLAG_PENALTIES = 1, 2, 4
+EDIT_FIELDS = 8  # token, bits of the bias, position before which it holds; start, length and earliest place of a word
+RECENT = 64  # tokens of the output that a row remembers; a bad word has no more
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """One row for each sequence that may run, and one for padding."""
+
+    vocab_size: int
+    floats: torch.Tensor  # float32 [rows, NUM_FLOATS]
+    ints: torch.Tensor  # int32 [rows, NUM_INTS]
+    seeds: torch.Tensor  # int64 [rows]
+    mask: torch.Tensor  # int32 [rows, words]: a bit for each token that may be sampled
+    counts: torch.Tensor  # int16 [rows, vocab]: how often a token is in the output, for rows with penalties
+    prompt: torch.Tensor  # int32 [rows, words]: a bit for each token of the prompt
+    recent: torch.Tensor  # int32 [rows, RECENT]: the newest tokens of the output, at position % RECENT
+    edits_address: torch.Tensor  # int64 [1]: where the lists of edits are, int32 [edits, EDIT_FIELDS]
+    words_address: torch.Tensor  # int64 [1]: where the tokens of the bad words are, int32
+
+    @staticmethod
+    def num_bytes(num_rows: int, vocab_size: int) -> int:
+        return num_rows * (2 * vocab_size + 8 * -(-vocab_size // 32) + 4 * (NUM_FLOATS + NUM_INTS + RECENT) + 8)
+
+    @classmethod
+    def allocate(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplerState:
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        words = -(-vocab_size // 32)
+        return cls(
+            vocab_size, zeros(num_rows, NUM_FLOATS, dtype=torch.float32), zeros(num_rows, NUM_INTS, dtype=torch.int32),
+            zeros(num_rows, dtype=torch.int64), zeros(num_rows, words, dtype=torch.int32),
+            zeros(num_rows, vocab_size, dtype=torch.int16), zeros(num_rows, words, dtype=torch.int32),
+            zeros(num_rows, RECENT, dtype=torch.int32), zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64),
+        )  # fmt: skip
