@@ -161,11 +161,11 @@ def check_sampling() -> float:
     for vocab, kind in itertools.product((2049, 49152, 151936), ("normal", "flat", "ties", "broken")):
         rows = make_rows(vocab, seed=vocab)
         places = torch.randperm(len(rows)).tolist()
-        state = make_state(rows, vocab, places, str(DEVICE))
+        held = make_state(rows, vocab, places, str(DEVICE))
         logits = make_logits(kind, len(rows), vocab, BF16)
         lanes = torch.tensor(places, dtype=torch.int32, device=DEVICE)
         positions = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int32, device=DEVICE)
-        got = t_sampling.draw(logits.to(DEVICE), lanes, positions, state).tokens.tolist()
+        got = t_sampling.draw(logits.to(DEVICE), lanes, positions, held.state).tokens.tolist()
         expected = sample(logits, rows).token_ids
         different += [(vocab, kind, i) for i, (a, b) in enumerate(zip(got, expected)) if a != b]
         total += len(rows)

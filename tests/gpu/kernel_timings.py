@@ -136,8 +136,8 @@ def time_sampling(rows, vocab=151936, **params):
         logits = [rand(rows, vocab, scale=3) for _ in copies(num_bytes)]
         index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
         asked = SamplingRow(SamplingParams(temperature=0.6, **params), 1, np.arange(9, dtype=np.int32), 5)
-        state = make_state([asked] * rows, vocab, list(range(rows)), str(DEVICE))
-        calls = [lambda x=x: t_sampling.draw(x, index, index, state) for x in logits]
+        held = make_state([asked] * rows, vocab, list(range(rows)), str(DEVICE))
+        calls = [lambda x=x: t_sampling.draw(x, index, index, held.state) for x in logits]
         return Timed(calls, num_bytes=num_bytes)
 
     return build

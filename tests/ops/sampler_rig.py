@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.sampling.device_rows import DeviceRows
 from nanovllm.sampling.rows import SamplingRow
 from nanovllm.sampling_params import SamplingParams
@@ -52,14 +51,14 @@ def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.T
     return logits.to(dtype)
 
 
-def make_state(rows: list[SamplingRow], vocab: int, places: list[int], device: str = "cpu") -> SamplerState:
-    """rows[i] is in row places[i] of the state. Two uploads: the lists of edits move."""
+def make_state(rows: list[SamplingRow], vocab: int, places: list[int], device: str = "cpu") -> DeviceRows:
+    """rows[i] is in row places[i] of its state, which is good while it lives. Two uploads: the lists of edits move."""
     found = DeviceRows(max(places) + 2, vocab, torch.device(device))
     send = sender(device)
     half = len(rows) // 2
     found.fill(dict(zip(places[:half], rows[:half])), send)
     found.fill(dict(zip(places[half:], rows[half:])), send)
-    return found.state
+    return found
 
 
 def sender(device: str) -> Callable[[list[np.ndarray]], list[torch.Tensor]]:

@@ -23,7 +23,8 @@ def test_every_kind_of_request(kind, vocab, dtype):
     torch.manual_seed(0)
     rows = make_rows(vocab)
     places = torch.randperm(len(rows)).tolist()
-    state = make_state(rows, vocab, places)
+    held = make_state(rows, vocab, places)
+    state = held.state
     logits = make_logits(kind, len(rows) + 1, vocab + 8, dtype)  # the last line is padding, and so are eight columns
     lanes = torch.tensor([*places, -1], dtype=torch.int32)
     positions = torch.tensor([*(len(row.token_ids) for row in rows), 0], dtype=torch.int32)
@@ -56,9 +57,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place():
     positions = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int32)
 
     def draw(chosen, shift):
-        state = make_state([rows[i] for i in chosen], vocab, [shift + n for n in range(len(chosen))])
+        held = make_state([rows[i] for i in chosen], vocab, [shift + n for n in range(len(chosen))])
         lanes = torch.arange(shift, shift + len(chosen), dtype=torch.int32)
-        return kernels.draw(logits[chosen], lanes, positions[chosen], state).tokens.tolist()
+        return kernels.draw(logits[chosen], lanes, positions[chosen], held.state).tokens.tolist()
 
     whole = draw(list(range(len(rows))), 0)
     for chosen in ([3, 2], [12, 0, 13], [8]):
@@ -69,6 +70,6 @@ def test_rows_with_nothing_left():
     vocab, rows = 300, make_rows(300)[:4]
     logits = torch.full((4, vocab), float("-inf"))
     logits[1] = float("nan")
-    state = make_state(rows, vocab, [0, 1, 2, 3])
+    held = make_state(rows, vocab, [0, 1, 2, 3])
     lanes = torch.arange(4, dtype=torch.int32)
-    assert kernels.draw(logits, lanes, lanes + 11, state).tokens.tolist() == [0, 0, 0, 0]
+    assert kernels.draw(logits, lanes, lanes + 11, held.state).tokens.tolist() == [0, 0, 0, 0]
