@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,13 @@ import torch
 
 from nanovllm import LLM
 from tests.tiny_models import TinyModel, build, save_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def fresh_logger() -> Iterator[None]:
+    """A logger remembers which levels it lets through, also while a test has patched its level: setLevel forgets."""
+    yield
+    logging.getLogger("nanovllm").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)
