@@ -194,6 +194,10 @@ def test_unknown_keywords() -> None:
         (SamplingParams(logit_bias={10**6: 1.0}), ("logit_bias", "1000000", str(VOCAB))),
         (SamplingParams(logprobs=VOCAB + 1), (f"logprobs={VOCAB + 1}", str(VOCAB))),
         (SamplingParams(prompt_logprobs=VOCAB + 1), (f"prompt_logprobs={VOCAB + 1}", str(VOCAB))),
+        (
+            SamplingParams(allowed_token_ids=[5, 6], stop_token_ids=[6, 5, 7], min_tokens=1),
+            ("allowed_token_ids", "min_tokens and stop_token_ids", "ban all"),
+        ),
         (SamplingParams(bad_words=["the " * 80]), ("bad_words", "tokens", "the limit is 64")),
         (SamplingParams(bad_words=["x" * 10**6]), ("bad_words", "1000000 characters", "at most")),
         ({"temperature": 0}, ("SamplingParams",)),

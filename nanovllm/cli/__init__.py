@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.bench_sampling import bench_sampling
 from nanovllm.cli.bench_serve import bench_serve
 from nanovllm.cli.benches import bench
 from nanovllm.cli.compress import compress
@@ -46,6 +47,7 @@ app.add_typer(compress, short_help="Low-rank experts: a smaller mixture of exper
 app.add_typer(trace)
 app.command()(serve)
 bench.command(name="serve")(bench_serve)
+bench.command(name="sampling")(bench_sampling)
 
 
 def print_version(wanted: bool) -> None:

@@ -108,7 +108,7 @@ def throughput(
     shape = requests.shape
     if compare and config.dtype == "auto":
         config = replace(config, dtype="float32")
-    with _engine(config, threads) as engine:
+    with bench_engine(config, threads) as engine:
         facts = engine_facts(engine)
         if compare:
             from nanovllm.bench.compare_hf import compare_all
@@ -151,7 +151,7 @@ def workloads(
         parse_workload(name)  # a typo is told before the model is loaded
     rows = []
     started = time.perf_counter()
-    with _engine(config, None) as engine:
+    with bench_engine(config, None) as engine:
         facts = engine_facts(engine)
         warm_up(engine)
         facts["startup_seconds"] = time.perf_counter() - started
@@ -163,34 +163,6 @@ def workloads(
         bars = {row["workload"]: row["tokens_per_second"] for row in rows}
         report.plot_bars(plot, f"workloads, {config.model}", "tokens per second", bars)
     report.finish(report.make_report("workloads", **facts, results=rows), save)
-
-
-@bench.command()
-@with_options(config=ENGINE)
-def sampling(
-    cases: Annotated[str, typer.Option(metavar="NAMES", help="With commas; default: all but 64-schema.")] = "",
-    repeat: Repeat = 3,
-    save: Save = False,
-    *,
-    config: EngineConfig,
-) -> None:
-    """What filters, penalties, logprobs and grammars cost beside a temperature alone."""
-    from nanovllm.bench import report
-    from nanovllm.bench.sampling import CASES, measure_case
-    from nanovllm.bench.throughput import engine_facts, warm_up
-
-    names = [name.strip() for name in cases.split(",")] if cases else [name for name in CASES if name != "64-schema"]
-    if unknown := [name for name in names if name not in CASES]:
-        raise ConfigError(f"--cases {unknown[0]}: must be of {', '.join(CASES)}")
-    rows = []
-    with _engine(config, None) as engine:
-        warm_up(engine)
-        for name in names:
-            rows.append(measure_case(engine, CASES[name], repeat))
-        facts = engine_facts(engine)
-    shown = [[row["case"], row["tokens_per_second"], row["plain"], f"{row['share']:.3f}"] for row in rows]
-    report.print_table("sampling", ["case", "tok/s", "plain tok/s", "share"], shown)
-    report.finish(report.make_report("sampling", **facts, results=rows), save)
 
 
 @bench.command()
@@ -336,7 +308,7 @@ def latency(
     found: dict[str, Any] = {}
     if startup:  # first, while this process holds no model
         found["startup"] = measure_startup(config, startup)
-    with _engine(config, threads) as engine:
+    with bench_engine(config, threads) as engine:
         facts = engine_facts(engine)
         warm_up(engine, config.seed)
         found |= measure_requests(engine, shape, requests.temperature, config.seed)
@@ -405,13 +377,13 @@ def _run_real(config: EngineConfig, facts: dict[str, Any], jobs: Any, policy: st
     from nanovllm.bench.schedulers import run_real
     from nanovllm.bench.throughput import engine_facts, warm_up
 
-    with _engine(replace(config, scheduling_policy=policy, max_wait_steps=max_wait_steps), None) as engine:
+    with bench_engine(replace(config, scheduling_policy=policy, max_wait_steps=max_wait_steps), None) as engine:
         facts.update(engine_facts(engine))
         warm_up(engine)
         return run_real(engine, jobs)
 
 
-def _engine(config: EngineConfig, threads: int | None) -> Any:
+def bench_engine(config: EngineConfig, threads: int | None) -> Any:
     from nanovllm.engine.llm_engine import LLMEngine
 
     _set_threads(threads)

@@ -16,8 +16,7 @@ from numbers import Integral
 from typing import Any, TypedDict
 
 from nanovllm.errors import RequestError
-from nanovllm.ops.sampler_state import RECENT
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_BAD_WORD, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 MESSAGES = "messages must be a non-empty list of {'role': ..., 'content': ...}"
@@ -138,7 +137,13 @@ class InputProcessor:
                 raise RequestError(f"{name}={getattr(params, name)}: the vocabulary has only {self.vocab_size} tokens")
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("stop strings and bad_words need a tokenizer (skip_tokenizer_init is set)")
-        self.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
+        words = self.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
+        banned = {word[0]: "bad_words" for word in words if len(word) == 1}
+        if params.min_tokens:
+            banned |= dict.fromkeys(params.stop_token_ids or (), "min_tokens and stop_token_ids")
+        allowed = params.allowed_token_ids
+        if allowed is not None and all(token_id in banned for token_id in allowed):
+            raise RequestError(f"allowed_token_ids: {' and '.join(sorted(set(banned.values())))} ban all of them")
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is written inside a text and at its start: with and without a space before it."""
@@ -146,8 +151,8 @@ class InputProcessor:
         for word in words:
             for variant in (word, " " + word.lstrip()):
                 ids = tuple(self.encode(variant, add_special_tokens=False, what="an entry of bad_words"))
-                if len(ids) > RECENT:
-                    raise RequestError(f"bad_words: {word[:40]!r}... has {len(ids)} tokens; the limit is {RECENT}")
+                if len(ids) > MAX_BAD_WORD:
+                    raise RequestError(f"bad_words: {word[:40]!r}...: {len(ids)} tokens; the limit is {MAX_BAD_WORD}")
                 if ids:
                     found[ids] = None
         return tuple(found)

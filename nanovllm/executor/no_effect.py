@@ -22,6 +22,10 @@ def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | 
         found["cpu_kvcache_gb"] = "the model runs on a GPU, whose memory is filled (gpu_memory_utilization)"
     if config.num_kvcache_blocks is not None:
         found["cpu_kvcache_gb"] = f"num_kvcache_blocks={config.num_kvcache_blocks} decides"
+    if config.scheduling_policy != "sjf":
+        found["max_wait_steps"] = f"scheduling_policy={config.scheduling_policy!r} passes nobody over; 'sjf' does"
+    if config.tensor_parallel_size == 1:
+        found["worker_timeout"] = "there is one rank, which waits for no other"
     if placement is None:
         found |= dict.fromkeys(("expert_placement", *OF_OFFLOADED_EXPERTS), "the model has no experts")
     elif placement == "resident":

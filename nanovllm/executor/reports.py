@@ -12,9 +12,10 @@ from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import token_logprobs
 
 if TYPE_CHECKING:
-    from nanovllm.ops.triton.sampling import Drawn, Reports
+    from nanovllm.ops.triton.sampling import Drawn
+    from nanovllm.ops.triton.sampling_report import Reports
 
-MAX_LOGPROBS = 20  # of ops/triton/sampling.py; more are computed from the logits themselves
+MAX_LOGPROBS = 20  # of ops/triton/sampler_common.py; more are computed from the logits themselves
 MAX_STEPS = 64
 
 
@@ -32,7 +33,7 @@ class Wanted:
 
     def _after_step(self, logits: torch.Tensor, drawn: Drawn) -> None:
         """Before the next step overwrites them. Not part of a captured graph: most steps have nothing to report."""
-        from nanovllm.ops.triton.sampling import Reports, report
+        from nanovllm.ops.triton.sampling_report import Reports, report
 
         if self._narrow:
             if self._reports is None:

@@ -169,3 +169,11 @@ def test_sampling_options_that_do_nothing_say_so(run: Run, llama: TinyModel, fro
 def test_logprobs_have_an_effect_in_json(run: Run, llama: TinyModel) -> None:
     result = run("generate", "rain", "--model", llama.path, *SMALL, "--max-tokens", 2, "--logprobs", 1, "--json")
     assert not lines_with(result.err, "has no effect")
+
+
+def test_options_of_other_policies_and_of_ranks() -> None:
+    def named(**options: object) -> set[str]:
+        return set(options_without_effect(EngineConfig(**options), False, None))  # type: ignore[arg-type]
+
+    assert named(max_wait_steps=3, worker_timeout=7.0) == {"max_wait_steps", "worker_timeout"}
+    assert named(max_wait_steps=3, scheduling_policy="sjf", worker_timeout=7.0, tensor_parallel_size=2) == set()

@@ -82,15 +82,15 @@ def test_padding_of_a_mixed_step_touches_nothing() -> None:
     inputs = MixedInputs(
         np.array([4, -1, 6], int64), np.array([0, 1, 0], int64), np.array([0, 8, 1], int64), np.array([3, 9, 4], int64),
         np.array([0, 1, 3], int32), np.array([9, 2], int32), np.array([[5, 6], [7, 0]], int32),
-        np.array([0, 2], int64), np.array([1, 0], int64), np.array([0.5, 0], np.float32), np.array([11, 12], int64),
+        np.array([0, 2], int64), np.array([1, 0], int32),
     )  # fmt: skip
     padded = inputs.padded(num_tokens=8, num_blocks=3, spare_row=4)
-    tokens, _, _, slots, starts, lens, tables, logit_rows, rows, temperatures, _ = padded
+    tokens, _, _, slots, starts, lens, tables, logit_rows, rows = padded
     assert tokens.tolist() == [4, -1, 6, 0, 0, 0, 0, 0]
     assert slots.tolist() == [3, 9, 4, -1, -1, -1, -1, -1]
     assert starts.tolist() == [0, 1] + [3] * (MAX_ENTRIES - 1)
     assert lens.tolist() == [9, 2] + [0] * (MAX_ENTRIES - 2)
     assert tables.shape == (MAX_ENTRIES, 3)
     assert tables[:2].tolist() == [[5, 6, 0], [7, 0, 0]]
-    assert len(logit_rows) == len(rows) == len(temperatures) == MAX_ENTRIES
+    assert len(logit_rows) == len(rows) == MAX_ENTRIES
     assert rows.tolist() == [1, 0] + [4] * (MAX_ENTRIES - 2)

@@ -30,6 +30,8 @@ from nanovllm.ops.triton import (
     prefill_attention,
     qk_norm_rope,
     sampling,
+    sampling_report,
+    sampling_search,
     store_kv,
 )
 from nanovllm.ops.triton.common import next_power_of_2
@@ -185,11 +187,12 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
             {"ALL_TILES": 1024},
         ),
         "sample search": (
-            sampling.search_kernel, [d, "*i32", "*i32", *tiles, "*i64", *sizes, "*i64", *sampler],
+            sampling_search.search_kernel, [d, "*i32", "*i32", *tiles, "*i64", *sizes, "*i64", *sampler],
             {"ALL_TILES": 1024, "BLOCK": 8192},
         ),
         "sample report": (
-            sampling.report_kernel, [d, "*i32", "*i64", *tiles, *lists, "i32", "*fp32", "*i32", "i32", *sizes, "*i32"],
+            sampling_report.report_kernel,
+            [d, "*i32", "*i64", *tiles, *lists, "i32", "*fp32", "*i32", "i32", *sizes, "*i32"],
             {"ALL_TILES": 1024, "BLOCK": 4096, "WIDTH": 21},
         ),
         "advance": (decode_state.advance_kernel, state, {"BLOCK_SIZE": 16, "TILE": 256}),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanovllm.ops.triton import sampling as kernels
+from nanovllm.ops.triton.sampling_report import Reports, report
 from nanovllm.sampling.sampler import sample
 from tests.ops.sampler_rig import KINDS, make_logits, make_rows, make_state
 
@@ -29,8 +30,8 @@ def test_every_kind_of_request(kind, vocab, dtype):
     lanes = torch.tensor([*places, -1], dtype=torch.int32)
     positions = torch.tensor([*(len(row.token_ids) for row in rows), 0], dtype=torch.int32)
     drawn = kernels.draw(logits, lanes, positions, state)
-    reports = kernels.Reports.allocate(len(rows), 2, logits.device)
-    kernels.report(logits, lanes, drawn, state, reports, 1)
+    reports = Reports.allocate(len(rows), 2, logits.device)
+    report(logits, lanes, drawn, state, reports, 1)
     expected = sample(logits[:-1, :vocab].clone(), rows)
     got = drawn.tokens[:-1].tolist()
     wrong = [(KINDS[i], a, b) for i, (a, b) in enumerate(zip(got, expected.token_ids)) if a != b]

@@ -31,6 +31,7 @@ from nanovllm.ops.triton import (
     prefill_attention,
     qk_norm_rope,
     sampling,
+    sampling_report,
     store_kv,
 )
 
@@ -104,8 +105,8 @@ def test_everything_else(compiled):
         qk_norm_rope.qk_norm_rope(qkv, heads, 1e-6, cos_sin, index, *cache, index, NUM_Q)
         store_kv.store_kv(*(empty(rows, NUM_KV, HEAD_DIM) for _ in range(2)), *cache, index)
         drawn = sampling.draw(empty(rows, VOCAB), index.int(), index.int(), sampler_state)
-        reports = sampling.Reports.allocate(rows, 1 + rows % 3, torch.device("cpu"))
-        sampling.report(empty(rows, VOCAB), index.int(), drawn, sampler_state, reports, rows % 3)
+        reports = sampling_report.Reports.allocate(rows, 1 + rows % 3, torch.device("cpu"))
+        sampling_report.report(empty(rows, VOCAB), index.int(), drawn, sampler_state, reports, rows % 3)
         state = [ints(rows, dtype=torch.int64) for _ in range(3)]
         tables = ints(rows, MAX_BLOCKS)
         decode_state.advance(*state, ints(rows), index.clone(), tables, ints(rows, 64, dtype=torch.int64), ints(1), 64)

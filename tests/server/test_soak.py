@@ -32,7 +32,10 @@ def test_every_action_finds_nothing_wrong(server: Running) -> None:
                     await action(client)
 
     asyncio.run(each())
-    asyncio.run(work.run(1.5, 6, lambda: None))
+    for _ in range(40):  # as often as a busy machine needs
+        asyncio.run(work.run(1.5, 6, lambda: None))
+        if work.errors or (sum(work.done.values()) > 10 and len(work.health) >= 2):
+            break
     assert not work.errors
     assert sum(work.done.values()) > 10
     assert len(work.health) >= 2
