@@ -272,3 +272,8 @@ def main() -> None:
             raise
         note(f"error: {' '.join(str(error).split())}")
         sys.exit(2)
+    except OSError as error:  # of standard output, most likely: a full disk
+        if os.environ.get("NANOVLLM_DEBUG") == "1":
+            raise
+        note(f"error: {error}")
+        os._exit(2)  # not sys.exit: it would try to write what is left in the buffers

@@ -18,6 +18,7 @@ from nanovllm.attention.select import attention_backend_info, select_backend
 from nanovllm.bench.report import versions
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
+from nanovllm.engine.generation_config import read_sampling_defaults
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.executor.kv_cache import CacheLayout, block_bytes
 from nanovllm.executor.low_rank import open_low_rank
@@ -53,6 +54,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     try:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         low_rank = open_low_rank(replace(config, load_format="dummy"), model, checkpoint)  # dummy: the sizes alone
+        defaults = read_sampling_defaults(config.generation_config, checkpoint.path)
     finally:
         checkpoint.close()
     dtype = device.resolve_dtype(config.dtype, model.dtype)
@@ -69,7 +71,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
         "num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "vocab_size": model.vocab_size,
         "max_model_len": max_model_len, "num_parameters": num_parameters,
-        "weight_bytes": num_parameters * dtype.itemsize,
+        "weight_bytes": num_parameters * dtype.itemsize, "sampling_defaults": str(defaults),
     }  # fmt: skip
     if low_rank is not None:
         facts["model"]["experts"] = low_rank.notice

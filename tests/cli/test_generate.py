@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -181,3 +182,13 @@ def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("NANOVLLM_DEBUG", "1")
     with pytest.raises(RequestError):
         run("generate", "x", "--temperature", "nan")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_is_one_line(llama: TinyModel) -> None:
+    command = [sys.executable, "-m", "nanovllm", "generate", "the", "--model", str(llama.path), *SMALL]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: [Errno 28]" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -64,3 +64,12 @@ def test_the_default_model_may_still_come(run: Run, monkeypatch: pytest.MonkeyPa
     result = run("info", "--json")
     assert "not_on_disk" in result.last_json["model"]
     assert result.code == 0
+
+
+def test_the_models_own_defaults(run: Run, llama: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}', encoding="utf-8")
+    found = run("info", "--model", llama.path, "--generation-config", tmp_path, "--json").last_json
+    assert "top_k=7" in found["model"]["sampling_defaults"]
+    missing = run("info", "--model", llama.path, "--generation-config", tmp_path / "nope")
+    assert missing.code == 2
+    assert "nope" in missing.err
