@@ -74,8 +74,7 @@ class LLMEngine:
             text_stop=self._text_stop,
         )
         self.inputs = InputProcessor(self.tokenizer, self.model_config.vocab_size, self.max_model_len)
-        known = (self.model_config.vocab_size, self.model_config.eos_token_ids, config.tensor_parallel_size)
-        self.grammars = Grammars(self.tokenizer, *known)
+        self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.stats = StepStats()
         self.expert_stats = self.executor.expert_stats()  # when a request last began or ended; any thread may read it
         self.watch = Watcher(self.scheduler, lambda seq_id: self._by_seq[seq_id][0].request_id)

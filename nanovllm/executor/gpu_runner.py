@@ -202,6 +202,9 @@ class GpuRunner:
                     result.prompt_logprobs[seq_id] = score(self.model, hidden, targets[seq_id], num_tops[seq_id])
             return result
 
+        if any(self._grammar(entry) for entry in order):
+            result = finish()  # the next mask needs these tokens
+            return InFlight(lambda: result)
         return InFlight(finish)
 
     def _mixed_inputs(

@@ -113,7 +113,7 @@ class RayRank:
             limit_waiting(parallel, options["config"]["worker_timeout"])
         except Exception as error:
             return Report.of(rank, error)
-        self._follower = Follower(executor)
+        self._follower = Follower(executor, options["config"])
         return Facts(
             executor.layout, executor.overlap, executor.decode_steps, executor.num_parameters,
             executor.expert_stats() is not None, executor.describe(),

@@ -30,7 +30,7 @@ from typing import Any, cast
 import numpy as np
 
 from nanovllm.errors import EngineDeadError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 
 HEADER = struct.Struct("<Ic")
@@ -68,8 +68,17 @@ def encode_plan(plan: StepPlan) -> bytes:
     parts.append(_column(departures))
     if arrivals:
         parts += [_column(_arrival_numbers(arrival)) for arrival in arrivals]
-        parts.append(json.dumps([dataclasses.asdict(arrival.params) for arrival in arrivals]).encode())
+        parts.append(json.dumps([_plain_params(arrival.params) for arrival in arrivals]).encode())
     return b"".join(parts)
+
+
+def _plain_params(params: SamplingParams) -> dict[str, Any]:
+    """A grammar goes as what it was compiled from: every rank compiles it for itself."""
+    wanted = params.structured_outputs
+    if isinstance(wanted, StructuredOutputsParams):
+        plain = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(StructuredOutputsParams)}
+        params = dataclasses.replace(params, structured_outputs=StructuredOutputsParams(**plain))
+    return dataclasses.asdict(params)
 
 
 def _arrival_numbers(arrival: Arrival) -> list[int]:

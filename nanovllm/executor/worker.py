@@ -11,6 +11,7 @@ ends. When the socket closes, it ends too: a parent that dies leaves no orphans.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import socket
 import sys
 import traceback
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.executor.wire import decode_plan, receive, send
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from nanovllm.executor.model_runner import InFlight
     from nanovllm.hardware.device import Device
     from nanovllm.hardware.parallel import Parallel
-    from nanovllm.scheduling.plan import StepResult
+    from nanovllm.sampling.structured import Grammars
+    from nanovllm.scheduling.plan import StepPlan, StepResult
 
 
 def main() -> int:
@@ -67,7 +70,7 @@ def serve(connection: socket.socket, options: dict[str, Any]) -> None:
     store = open_store(options["port"], size, is_master=False, timeout=STARTUP_SECONDS)
     send(connection, b"H")
     parallel = connect(store, rank, size, device.torch_device, STARTUP_SECONDS)
-    follower = Follower(open_executor(options["config"], options["limits"], device, parallel))
+    follower = Follower(open_executor(options["config"], options["limits"], device, parallel), options["config"])
     limit_waiting(parallel, options["config"]["worker_timeout"])
     send(connection, b"R")
     while (message := receive(connection)) is not None:
@@ -98,17 +101,44 @@ def open_executor(
         checkpoint.close()
 
 
+def open_grammars(config_fields: dict[str, Any]) -> Grammars:
+    """All ranks sample alike, so each masks its logits itself. The tokenizer is read only for this."""
+    from nanovllm.config import EngineConfig
+    from nanovllm.model_config import ModelConfig
+    from nanovllm.sampling.structured import Grammars
+    from nanovllm.weights.checkpoint import open_checkpoint
+    from nanovllm.weights.resolve import resolve_model
+
+    config = EngineConfig(**config_fields)
+    with contextlib.closing(open_checkpoint(resolve_model(config.model, offline=True, progress=False))) as model:
+        facts = ModelConfig.from_hf(model.config, model.generation_config)
+        if config.tokenizer is None:
+            return Grammars(model.load_tokenizer(), facts.vocab_size, facts.eos_token_ids)
+    with contextlib.closing(open_checkpoint(resolve_model(config.tokenizer, offline=True, progress=False))) as other:
+        return Grammars(other.load_tokenizer(), facts.vocab_size, facts.eos_token_ids)
+
+
 class Follower:
     """Runs plans that come as bytes, in order, as many at once as the runner overlaps."""
 
-    def __init__(self, executor: LocalExecutor) -> None:
+    def __init__(self, executor: LocalExecutor, config_fields: dict[str, Any]) -> None:
         self.executor = executor
+        self._config_fields = config_fields
+        self._grammars: Grammars | None = None  # opened by the first request that needs it
         self._flights: deque[InFlight] = deque()
 
     def launch(self, data: bytes) -> None:
         if len(self._flights) >= self.executor.overlap:
             self.result()
-        self._flights.append(self.executor.launch(decode_plan(data)))
+        self._flights.append(self.executor.launch(self._compiled(decode_plan(data))))
+
+    def _compiled(self, plan: StepPlan) -> StepPlan:
+        if all(arrival.params.structured_outputs is None for arrival in plan.arrivals):
+            return plan
+        self._grammars = self._grammars or open_grammars(self._config_fields)
+        compile_params = self._grammars.compiled
+        arrivals = [replace(arrival, params=compile_params(arrival.params)) for arrival in plan.arrivals]
+        return replace(plan, arrivals=tuple(arrivals))
 
     def result(self) -> StepResult:
         """Of the oldest plan whose result was not taken yet."""

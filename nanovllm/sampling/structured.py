@@ -81,10 +81,7 @@ class Grammar(StructuredOutputsParams):
 class Grammars:
     """Compiles for one tokenizer. May be asked by several threads."""
 
-    def __init__(
-        self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int], num_ranks: int = 1
-    ) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -99,8 +96,6 @@ class Grammars:
         for name, harmless in CONFLICTS.items():
             if getattr(params, name) != harmless:
                 raise RequestError(f"{name}: cannot be combined with structured_outputs")
-        if self._num_ranks > 1:  # parameters travel to the other ranks as JSON, a compiled grammar cannot
-            raise RequestError(f"structured_outputs: not with tensor_parallel_size={self._num_ranks} yet")
         if not self._eos_token_ids:
             raise RequestError("structured_outputs: this model has no end token, so no text could ever be complete")
         assert isinstance(wanted, StructuredOutputsParams)

@@ -145,3 +145,19 @@ def test_a_step_that_fails_alone_is_not_the_end_of_one_rank(
         (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)
     assert "one bad step" in (output.error or "")
     assert tokens(llm, GREEDY) == expected
+
+
+def test_structured_output_on_two_ranks(make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]) -> None:
+    """Every rank masks its logits itself: the texts of one rank, beside requests without a grammar."""
+    path = tiny("qwen3-bias-tied").path
+    words = {"choice": ["the rain", "a town"]}
+    choice = SamplingParams(temperature=0.9, seed=1, max_tokens=30, structured_outputs=words)
+    digits = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[0-9]{3,5}"})
+    params = [choice, digits, SEEDED, choice.clone(n=2, seed=5)]
+    texts = []
+    for llm in (make_llm(path), make_llm(path, tensor_parallel_size=2)):
+        outputs = llm.generate(["in the", "on a", "the town", "a rain"], params, use_tqdm=False)
+        texts.append([one.text for output in outputs for one in output.outputs])
+    assert texts[0] == texts[1]
+    assert {texts[0][0], *texts[0][3:]} <= {"the rain", "a town"}
+    assert texts[0][1].isdigit()
