@@ -52,7 +52,9 @@ def check_position(got: dict[int, Any], token: int, expected: torch.Tensor) -> N
         assert entry.logprob == pytest.approx(expected[token_id].item(), abs=TOLERANCE)
     best = sorted((entry.logprob for entry in got.values()), reverse=True)[:5]
     assert best == pytest.approx(expected.topk(5).values.tolist(), abs=TOLERANCE)
-    assert got[token].rank == 1 + int((expected > expected[token]).sum())
+    # Two logprobs may lie closer than the rounding of a processor: the rank is one of those that it allows.
+    surely, perhaps = (1 + int((expected > expected[token] + shift).sum()) for shift in (TOLERANCE, -TOLERANCE))
+    assert surely <= got[token].rank <= perhaps
 
 
 def check(outputs: list[RequestOutput], answers: tuple[Answer, ...]) -> None:
