@@ -241,7 +241,7 @@ def test_streams_of_the_async_engine_are_told(tiny: Callable[[str], TinyModel]) 
             await begun.wait()
             assert engine.failure is None
             os.kill(worker_of(engine), signal.SIGKILL)  # type: ignore[arg-type]
-            told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), NOTICED)
+            told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), NOTICED + PATIENT)
             for error in told:
                 assert isinstance(error, EngineDeadError)
                 assert "rank 1: its process was killed by signal 9" in str(error)
@@ -258,7 +258,7 @@ def test_an_idle_engine_notices(tiny: Callable[[str], TinyModel], sign: signal.S
         worker = worker_of(engine)  # type: ignore[arg-type]
         assert engine.failure is None
         os.kill(worker, sign) if sign == signal.SIGKILL else stop(engine.engine.executor)
-        assert soon(lambda: engine.failure is not None, NOTICED)
+        assert soon(lambda: engine.failure is not None, NOTICED + PATIENT)
         assert "EngineDeadError" in (engine.failure or "")
         assert soon(lambda: not is_alive(worker)), "not even a stopped process may stay"
         cause = "signal 9" if sign == signal.SIGKILL else "no answer within 2 s"

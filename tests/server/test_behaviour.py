@@ -280,7 +280,8 @@ def test_a_rank_that_is_lost(
             until(lambda: is_running(server, 8))
         os.kill(worker, sign) if sign == signal.SIGKILL else stop(server.engine.executor)
         lost.set()
-        until(lambda: http.get("/health").status_code == 503, 60)
+        # An all-reduce that had begun when the worker was stopped waits for the 60 s that it began with.
+        until(lambda: http.get("/health").status_code == 503, 180)
         assert "EngineDeadError" in http.get("/health").json()["reason"]
         if busy:
             assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "engine_failed")
