@@ -50,11 +50,11 @@ class DeviceRows:
         p = asked.params
         masked = p.allowed_token_ids is not None or p.structured_outputs is not None
         flags = spec.FLAG_MASK * masked | spec.FLAG_EDITS * (row in self._edits)
-        return flags | spec.FLAG_PENALTIES * has_penalty(asked)
+        return flags | spec.FLAG_PENALTIES * asked.has_penalty
 
     def _fill_history(self, row: int, asked: SamplingRow, send: Send) -> None:
         vocab, state = self.state.vocab_size, self.state
-        if has_penalty(asked):
+        if asked.has_penalty:
             ids, counts = np.unique(asked.output_ids[asked.output_ids < vocab], return_counts=True)
             d_ids, d_counts, d_prompt = send([
                 ids.astype(np.int64), counts.astype(np.int16), bits_of(asked.token_ids[: asked.num_prompt], vocab)
@@ -115,8 +115,3 @@ class DeviceRows:
         self.state.edits_address.copy_(d_addresses[:1])
         self.state.words_address.copy_(d_addresses[1:])
         self.state.ints[:, spec.START_EDITS : spec.NUM_EDITS + 1].index_copy_(0, d_rows, d_starts)
-
-
-def has_penalty(asked: SamplingRow) -> bool:
-    params = asked.params
-    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0

@@ -28,6 +28,11 @@ class SamplingRow:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def has_penalty(self) -> bool:
+        asked = self.params
+        return asked.repetition_penalty != 1.0 or asked.frequency_penalty != 0.0 or asked.presence_penalty != 0.0
+
+    @property
     def output_ids(self) -> np.ndarray:
         return self.token_ids[self.num_prompt :]
 

@@ -74,7 +74,7 @@ def penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
     seen, factors, losses = [], [], []
     for i, row in enumerate(rows):
         params = row.params
-        if not _has_penalty(row):
+        if not row.has_penalty:
             continue
         ids = np.unique(row.token_ids if params.repetition_penalty != 1.0 else row.output_ids)
         ids = ids[ids < logits.shape[-1]]
@@ -93,11 +93,6 @@ def penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
     return logits
 
 
-def _has_penalty(row: SamplingRow) -> bool:
-    params = row.params
-    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-
-
 class Step(NamedTuple):
     used_by: Callable[[SamplingRow], bool]
     apply: Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
@@ -108,7 +103,7 @@ EDITS = (
     Step(lambda row: bool(row.bad_words_ids), bad_words),
     Step(lambda row: row.num_output < row.params.min_tokens, min_tokens),
     Step(lambda row: bool(row.params.logit_bias), logit_bias),
-    Step(_has_penalty, penalties),
+    Step(lambda row: row.has_penalty, penalties),
     Step(lambda row: row.params.structured_outputs is not None, structured_tokens),  # last: it has the last word
 )
 
