@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -75,14 +75,20 @@ def test_numbers_add_up(fresh: Running) -> None:
 
 
 def test_what_runs_and_who_left(fresh: Running) -> None:
+    """The engine waits after three steps until its numbers have been read, however slow the reader is."""
     body = {"prompt": "the rain", "max_tokens": 150, "ignore_eos": True, "stream": True}
-    step = fresh.engine.step
-    fresh.engine.step = lambda: (time.sleep(0.01), step())[1]
-    with fresh.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
-        found = read(fresh)
-        assert found["vllm:num_requests_running"] == 1
-        assert found["vllm:kv_cache_usage_perc"] > 0
+    step, allowed = fresh.engine.step, threading.Semaphore(3)
+    fresh.engine.step = lambda: (allowed.acquire(), step())[1]
+    try:
+        with fresh.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()  # kept: a generator that is dropped closes the connection
+            next(lines)
+            found = read(fresh)
+    finally:
+        fresh.engine.step = step
+        allowed.release(100)
+    assert found["vllm:num_requests_running"] == 1
+    assert found["vllm:kv_cache_usage_perc"] > 0
     until(fresh.is_empty)
     until(lambda: read(fresh)["vllm:request_success_total abort"] == 1)
 
