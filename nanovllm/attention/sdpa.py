@@ -26,7 +26,7 @@ from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.hardware.device import Device
 
 # The most that gathered keys and values may take at a time. The step that start-up tries is one of prompts, so this
-# copy was not measured then: it must fit in what is kept free besides (512 MiB, executor/local.py), and SDPA's plain
+# copy was not measured then: it must fit in what is kept free besides (512 MiB, ranks/local.py), and SDPA's plain
 # formula makes a second copy. 256 MiB are 65,536 tokens of a layer of Qwen3-0.6B: a card is busy with those for longer
 # than its host needs for the next call.
 GATHER_BYTES = 256 << 20

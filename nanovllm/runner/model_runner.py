@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBatch
-from nanovllm.executor.input_batch import InputBatch, StepArrays
-from nanovllm.executor.kv_cache import CacheLayout, allocate
 from nanovllm.hardware.device import Device
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
+from nanovllm.runner.input_batch import InputBatch, StepArrays
+from nanovllm.runner.kv_cache import CacheLayout, allocate
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs, sample
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.attention.base import AttentionBatch
-from nanovllm.executor.relay import Relay, relays
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
 from nanovllm.ops.sampler_state import SamplerState
+from nanovllm.runner.relay import Relay, relays
 
 if TYPE_CHECKING:
     from nanovllm.ops.triton.sampling import Drawn

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanovllm.executor.decode_graphs import bucket_sizes
-from nanovllm.executor.input_batch import InputBatch
-from nanovllm.executor.mixed_graphs import MAX_ENTRIES, MixedInputs
+from nanovllm.runner.decode_graphs import bucket_sizes
+from nanovllm.runner.input_batch import InputBatch
+from nanovllm.runner.mixed_graphs import MAX_ENTRIES, MixedInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 

@@ -19,14 +19,6 @@ import torch
 from nanovllm.attention.select import Selection, select_backend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
-from nanovllm.executor.expert_memory import card_bytes, check_expert_ranks, open_offload, size_experts
-from nanovllm.executor.input_batch import InputBatch
-from nanovllm.executor.kv_cache import CacheLayout, allocate, block_bytes
-from nanovllm.executor.limits import StepLimits
-from nanovllm.executor.low_rank import open_low_rank
-from nanovllm.executor.mixed_graphs import TOKEN_BUCKETS
-from nanovllm.executor.model_runner import InFlight, ModelRunner, try_largest_step
-from nanovllm.executor.no_effect import options_without_effect
 from nanovllm.hardware.device import Device, keep_for_ever
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
@@ -38,6 +30,14 @@ from nanovllm.moe.offload import Offload
 from nanovllm.moe.sizing import CONTEXT_BYTES, GRAPH_BYTES
 from nanovllm.ops.opset import choose_ops
 from nanovllm.ops.sampler_state import SamplerState
+from nanovllm.runner.expert_memory import card_bytes, check_expert_ranks, open_offload, size_experts
+from nanovllm.runner.input_batch import InputBatch
+from nanovllm.runner.kv_cache import CacheLayout, allocate, block_bytes
+from nanovllm.runner.limits import StepLimits
+from nanovllm.runner.low_rank import open_low_rank
+from nanovllm.runner.mixed_graphs import TOKEN_BUCKETS
+from nanovllm.runner.model_runner import InFlight, ModelRunner, try_largest_step
+from nanovllm.runner.no_effect import options_without_effect
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
@@ -158,8 +158,8 @@ class LocalExecutor:
         cache took 23.6 s without."""
         if not self._uses_gpu_runner(model) or not model.graph_safe:  # a trial would choose experts by garbage
             return lambda: None
-        from nanovllm.executor.gpu_runner import GpuRunner
         from nanovllm.ops.triton.compile_ahead import compile_ahead
+        from nanovllm.runner.gpu_runner import GpuRunner
 
         layout = CacheLayout(block_size, 1, 0)
         trial = GpuRunner(
@@ -196,7 +196,7 @@ class LocalExecutor:
     def _make_runner(self, config: EngineConfig, model: Transformer, max_model_len: int, max_num_tokens: int) -> Runner:
         seqs = config.max_num_seqs
         if self._uses_gpu_runner(model):
-            from nanovllm.executor.gpu_runner import GpuRunner
+            from nanovllm.runner.gpu_runner import GpuRunner
 
             runner = GpuRunner(
                 model, self.layout, self.device, seqs, max_model_len, max_num_tokens, eager=config.enforce_eager

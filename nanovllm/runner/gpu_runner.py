@@ -17,15 +17,15 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from nanovllm.executor.decode_graphs import DecodeGraphs, Lanes
-from nanovllm.executor.input_batch import InputBatch, StepArrays
-from nanovllm.executor.kv_cache import CacheLayout, allocate
-from nanovllm.executor.mixed_graphs import MixedGraphs, MixedInputs, compute_mixed
-from nanovllm.executor.model_runner import InFlight, score, scored_rows
-from nanovllm.executor.reports import Wanted
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import Download, Downloads, Uploader
 from nanovllm.models.transformer import Transformer
+from nanovllm.runner.decode_graphs import DecodeGraphs, Lanes
+from nanovllm.runner.input_batch import InputBatch, StepArrays
+from nanovllm.runner.kv_cache import CacheLayout, allocate
+from nanovllm.runner.mixed_graphs import MixedGraphs, MixedInputs, compute_mixed
+from nanovllm.runner.model_runner import InFlight, score, scored_rows
+from nanovllm.runner.reports import Wanted
 from nanovllm.sampling.device_rows import DeviceRows
 from nanovllm.sampling.structured import Grammar
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
