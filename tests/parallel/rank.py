@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.base import AttentionBatch
+from nanovllm.attention.base import AttentionBatch, HostLens
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError
@@ -87,14 +87,13 @@ def logits_of(model: Transformer) -> torch.Tensor:
     num, num_blocks = len(PROMPT), -(-len(PROMPT) // BLOCK)
     caches = allocate(CacheLayout(BLOCK, num_blocks, 0), model.specs, CPU)
     batch = AttentionBatch(
-        query_lens=[num],
-        context_lens=[num],
-        spans=[slice(0, num)],
-        device_query_starts=torch.tensor([0, num], dtype=torch.int32),
-        device_context_lens=torch.tensor([num], dtype=torch.int32),
-        device_block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+        query_starts=torch.tensor([0, num], dtype=torch.int32),
+        context_lens=torch.tensor([num], dtype=torch.int32),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
         slots=torch.arange(num),
+        num_decodes=0,
         max_context_len=num,
+        host=HostLens([num], [num], [slice(0, num)]),
     )
     step = Step(torch.tensor(PROMPT), torch.arange(num), None, batch)
     return model.logits(model(step, caches))
