@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -30,11 +30,12 @@ from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.kv_cache import CacheLayout, allocate
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.samplers import DeviceSampler, HostSampler, StepSampler
-from nanovllm.runner.step import Bounds, StepOutput, compute, step_of, unstored_step
+from nanovllm.runner.step import Bounds, StepInputs, StepOutput, compute, step_of, unstored_step
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
+TABLES = [field.name for field in fields(StepInputs)].index("block_tables")
 LOGIT_ROWS = 256  # prompt logprobs are made in pieces of so many rows: [256, vocab] in fp32 is 156 MB at 152k tokens
 
 
@@ -64,7 +65,7 @@ class Scored:
 
     seq_id: int
     hidden: torch.Tensor
-    following: np.ndarray  # the prompt tokens that follow them
+    following: torch.Tensor  # int64: the prompt tokens that follow them
     num_top: int
 
 
@@ -156,11 +157,12 @@ class ModelRunner:
         out = None if scored else self._captured.run(inputs)
         if out is not None:
             return out
+        sent = self.transfers.send(inputs.arrays())
         bounds = Bounds(inputs.num_decodes, self._max_model_len)
         if self._reads_host:
-            host = inputs.host_lens(self.layout.block_size, self.device.torch_device)
+            host = inputs.host_lens(self.layout.block_size, sent[TABLES])
             bounds = Bounds(inputs.num_decodes, int(inputs.context_lens.max()), host)
-        return self._compute(self.transfers.send(inputs.arrays()), bounds)
+        return self._compute(sent, bounds)
 
     def _compute(self, inputs: Sequence[torch.Tensor], bounds: Bounds) -> StepOutput:
         """`inputs`: the arrays of StepInputs on the device."""
@@ -234,10 +236,10 @@ class Visit:
         parts = out.scored.split([len(rows) for rows in scored.values()]) if scored else ()
         for (seq_id, rows), hidden in zip(scored.items(), parts):
             first = starts[seq_id] + 1
-            following = self._batch.tokens(seq_id)[first : first + len(rows)].copy()
+            following = self._batch.tokens(seq_id)[first : first + len(rows)].astype(np.int64)
             num_top = self._batch.arrival(seq_id).params.prompt_logprobs
             assert num_top is not None
-            self._scored.append(Scored(seq_id, hidden, following, num_top))
+            self._scored.append(Scored(seq_id, hidden, *self._transfers.send([following]), num_top))
 
     @torch.inference_mode()
     def result(self) -> StepResult:
@@ -267,11 +269,10 @@ def captures_attention(model: Transformer) -> bool:
 
 
 def score(model: Transformer, part: Scored) -> list[TokenLogprobs]:
-    following = torch.from_numpy(part.following.astype(np.int64)).to(part.hidden.device)
     scores: list[TokenLogprobs] = []
-    for start in range(0, len(following), LOGIT_ROWS):
+    for start in range(0, len(part.following), LOGIT_ROWS):
         piece = slice(start, start + LOGIT_ROWS)
-        scores += prompt_logprobs(model.logits(part.hidden[piece]), following[piece], part.num_top)
+        scores += prompt_logprobs(model.logits(part.hidden[piece]), part.following[piece], part.num_top)
     return scores
 
 

@@ -75,15 +75,16 @@ class StepInputs:
             np.zeros((0, 1), dtype=np.int32), none, none.astype(np.int32),
         )  # fmt: skip
 
-    def host_lens(self, block_size: int, device: torch.device) -> HostLens:
+    def host_lens(self, block_size: int, block_tables: torch.Tensor) -> HostLens:
+        """`block_tables`: on the device, so that no block id is copied there a second time."""
         spans: list[slice | torch.Tensor] = []
         context_lens = self.context_lens.tolist()
-        for blocks, context_len in zip(self.block_tables, context_lens):
+        for i, (blocks, context_len) in enumerate(zip(self.block_tables, context_lens)):
             count, first = -(-context_len // block_size), int(blocks[0])
             if blocks[count - 1] == first + count - 1 and (np.diff(blocks[:count]) == 1).all():
                 spans.append(slice(first * block_size, first * block_size + context_len))
             else:
-                spans.append(torch.from_numpy(blocks[:count].astype(np.int64)).to(device))
+                spans.append(block_tables[i, :count].long())
         return HostLens(np.diff(self.query_starts).tolist(), context_lens, spans)
 
 

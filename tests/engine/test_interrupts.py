@@ -76,8 +76,8 @@ def assert_right(llm: LLM, llama: TinyModel) -> None:
 
 
 def moments(hits: Counter[Place]) -> list[tuple[Place, int]]:
-    """Each line once, at one of the first times it runs; of the runner, whose state is dropped whole after an interrupt, every
-    fourth line. The choice is the same in every run."""
+    """Each line once, at one of the first times it runs; of the runner, whose state is dropped whole after an
+    interrupt, every fourth line. The choice is the same in every run."""
     pick = random.Random(0)
     chosen = [(place, pick.randint(1, min(count, 8))) for place, count in sorted(hits.items())]
     runner = [moment for moment in chosen if moment[0][0].startswith(LOOP[2:4])]
