@@ -25,10 +25,11 @@ FLOORS = {
     "attention": 3, "sampling": 3,
     "layers": 4, "moe": 4,
     "models": 5,
-    "executor": 6,
-    "engine": 7, "llm": 7,
-    "server": 8,
-    "cli": 9, "bench": 9, "compress": 9,
+    "runner": 6,
+    "ranks": 7,
+    "engine": 8, "llm": 8,
+    "server": 9,
+    "cli": 10, "bench": 10, "compress": 10,
 }  # fmt: skip
 BASICS = {"__init__", "config", "errors", "sampling_params", "outputs", "model_config"}
 # Within one floor: (from, to)
@@ -127,7 +128,7 @@ def test_servers_and_clusters_are_extras() -> None:
     for path in FILES:
         if room_of(module_of(path)) != "server":
             found = {name.split(".")[0] for name in imports_of(tree_of(path))} & extras
-            assert not found or name_of(path).startswith("executor/ray"), f"{name_of(path)}: {found}"
+            assert not found or name_of(path).startswith("ranks/ray"), f"{name_of(path)}: {found}"
 
 
 def docstrings_of(tree: ast.Module) -> set[ast.AST]:
@@ -246,8 +247,8 @@ NAMES = {
     "engine/llm_engine.py": {"LLMEngine"},
     "engine/async_engine.py": {"AsyncLLMEngine"},
     "engine/detokenizer.py": {"Detokenizer"},
-    "executor/model_runner.py": {"ModelRunner"},
-    "executor/kv_cache.py": {"CacheLayout"},
+    "runner/model_runner.py": {"ModelRunner"},
+    "runner/kv_cache.py": {"CacheLayout"},
     "attention/base.py": {"AttentionBackend"},
     "layers/linear.py": {"ColumnParallelLinear", "RowParallelLinear", "QKVParallelLinear"},
     "layers/attention.py": {"Attention"},

@@ -31,22 +31,31 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
-class AttentionBatch:
-    """Where the queries of one step sit. Sequence i owns rows query_starts[i] to query_starts[i + 1] of q; its keys
-    are the first context_lens[i] slots of block_tables[i], the new ones included.
-
-    The same facts on the host (lists, no sync needed) and on the device.
-    """
+class HostLens:
+    """What a backend that is not graph_safe reads of a step on the host, so that it need not wait for the device."""
 
     query_lens: list[int]
     context_lens: list[int]
     spans: list[slice | torch.Tensor]  # per sequence: one slice of slots where its blocks adjoin, else its block ids
-    device_query_starts: torch.Tensor  # int32 [sequences + 1]
-    device_context_lens: torch.Tensor  # int32 [sequences]
-    device_block_tables: torch.Tensor  # int32 [sequences, most blocks of any]
+
+    def after(self, count: int) -> HostLens:
+        return HostLens(self.query_lens[count:], self.context_lens[count:], self.spans[count:])
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where the queries of one step sit. Sequence i owns rows query_starts[i] to query_starts[i + 1] of q; its keys
+    are the first context_lens[i] slots of block_tables[i], the new ones included. Made by runner/step.py.
+    """
+
+    query_starts: torch.Tensor  # int32 [sequences + 1]
+    context_lens: torch.Tensor  # int32 [sequences]
+    block_tables: torch.Tensor  # int32 [sequences, most blocks of any]
     slots: torch.Tensor  # int64 [tokens]: where this step's K and V are stored; -1 = padding, not stored
-    num_decodes: int = 0  # so many leading sequences have one query each
-    max_context_len: int = 0  # an upper bound, known on the host; fixed when a graph is captured
+    num_decodes: int  # so many leading sequences have one query each
+    max_context_len: int  # an upper bound, known on the host; fixed when a graph is captured
+    # None for a graph_safe backend: a captured step is replayed with other contents, and lists would stay as they were.
+    host: HostLens | None
     # What a backend makes once a step for all layers. Not for graphs: there one batch is replayed with other contents.
     memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -54,15 +63,18 @@ class AttentionBatch:
         n = self.num_decodes
         return replace(
             self,
-            query_lens=self.query_lens[n:],
+            query_starts=self.query_starts[n:] - n,
             context_lens=self.context_lens[n:],
-            spans=self.spans[n:],
-            device_query_starts=self.device_query_starts[n:] - n,
-            device_context_lens=self.device_context_lens[n:],
-            device_block_tables=self.device_block_tables[n:],
+            block_tables=self.block_tables[n:],
             slots=self.slots[n:],
             num_decodes=0,
+            host=self.on_host.after(n),
         )
+
+    @property
+    def on_host(self) -> HostLens:
+        assert self.host is not None
+        return self.host
 
 
 class AttentionBackend(Protocol):

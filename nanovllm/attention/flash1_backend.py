@@ -63,19 +63,19 @@ class Flash1Backend(SdpaBackend):
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
         out = torch.empty_like(q)
-        starts = [0, *accumulate(batch.query_lens)]
+        starts = [0, *accumulate(batch.on_host.query_lens)]
         decodes, prompts = [], []
-        for i, (num_new, context_len) in enumerate(zip(batch.query_lens, batch.context_lens)):
+        for i, (num_new, context_len) in enumerate(zip(batch.on_host.query_lens, batch.on_host.context_lens)):
             if num_new == 1:
                 decodes.append(i)
             elif num_new == context_len:
                 prompts.append(i)
             else:
-                keys, values = (gather(cache, batch.spans[i], context_len) for cache in (k_cache, v_cache))
+                keys, values = (gather(cache, batch.on_host.spans[i], context_len) for cache in (k_cache, v_cache))
                 rows = slice(starts[i], starts[i + 1])
                 out[rows] = self._prefill(q[rows], keys, values, spec)
         for causal, some in ((False, decodes), (True, prompts)):
-            for piece in pieces(some, batch.context_lens):
+            for piece in pieces(some, batch.on_host.context_lens):
                 self._flash(q, k_cache, v_cache, batch, spec, piece, causal, out)
         return out
 
@@ -87,11 +87,12 @@ class Flash1Backend(SdpaBackend):
         flash = load(MODULE)
         assert not isinstance(flash, str), "selection asked rejects() first"
         group = spec.num_heads // spec.num_kv_heads
-        starts = [0, *accumulate(batch.query_lens)]
-        query_lens, context_lens = ([lens[i] for i in some] for lens in (batch.query_lens, batch.context_lens))
+        starts = [0, *accumulate(batch.on_host.query_lens)]
+        host = batch.on_host
+        query_lens, context_lens = ([lens[i] for i in some] for lens in (host.query_lens, host.context_lens))
         rows = [slice(starts[i], starts[i + 1]) for i in some]
         keys, values = (
-            torch.cat([gather(cache, batch.spans[i], batch.context_lens[i]) for i in some]).repeat_interleave(group, 1)
+            torch.cat([gather(cache, host.spans[i], host.context_lens[i]) for i in some]).repeat_interleave(group, 1)
             for cache in (k_cache, v_cache)
         )
         cu_q, cu_k = (

@@ -46,7 +46,7 @@ def _window(spec: AttentionSpec) -> tuple[int, int]:
 
 def _cumulative_context_lens(batch: AttentionBatch) -> torch.Tensor:
     if "cu_seqlens_k" not in batch.memo:
-        batch.memo["cu_seqlens_k"] = F.pad(batch.device_context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        batch.memo["cu_seqlens_k"] = F.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
     return batch.memo["cu_seqlens_k"]
 
 
@@ -56,8 +56,8 @@ def _flash3(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     ) -> torch.Tensor:
         # Its varlen function refuses cumulative key lengths beside a page table; this one takes the lengths themselves.
         return function(
-            q, k_cache, v_cache, cache_seqlens=batch.device_context_lens, page_table=batch.device_block_tables,
-            cu_seqlens_q=batch.device_query_starts, max_seqlen_q=max(batch.query_lens), softmax_scale=spec.scale,
+            q, k_cache, v_cache, cache_seqlens=batch.context_lens, page_table=batch.block_tables,
+            cu_seqlens_q=batch.query_starts, max_seqlen_q=max(batch.on_host.query_lens), softmax_scale=spec.scale,
             causal=True, window_size=_window(spec),
         )  # fmt: skip
 
@@ -69,9 +69,9 @@ def _flash2(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
         return function(
-            q, k_cache, v_cache, cu_seqlens_q=batch.device_query_starts, cu_seqlens_k=_cumulative_context_lens(batch),
-            max_seqlen_q=max(batch.query_lens), max_seqlen_k=batch.max_context_len, softmax_scale=spec.scale,
-            causal=True, window_size=_window(spec), block_table=batch.device_block_tables,
+            q, k_cache, v_cache, cu_seqlens_q=batch.query_starts, cu_seqlens_k=_cumulative_context_lens(batch),
+            max_seqlen_q=max(batch.on_host.query_lens), max_seqlen_k=batch.max_context_len, softmax_scale=spec.scale,
+            causal=True, window_size=_window(spec), block_table=batch.block_tables,
         )  # fmt: skip
 
     return attend
@@ -85,9 +85,9 @@ def _torch_varlen(function: Callable[..., torch.Tensor], parameters: set[str]) -
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
         return function(  # causal is said as a window of nothing to the right
-            q, k_cache, v_cache, batch.device_query_starts, _cumulative_context_lens(batch), max(batch.query_lens),
-            batch.max_context_len, scale=spec.scale, window_size=_window(spec), seqused_k=batch.device_context_lens,
-            block_table=batch.device_block_tables, **flags,
+            q, k_cache, v_cache, batch.query_starts, _cumulative_context_lens(batch), max(batch.on_host.query_lens),
+            batch.max_context_len, scale=spec.scale, window_size=_window(spec), seqused_k=batch.context_lens,
+            block_table=batch.block_tables, **flags,
         )  # fmt: skip
 
     return attend
@@ -110,23 +110,23 @@ def gathered_keys(batch: AttentionBatch, spec: AttentionSpec, block_size: int) -
     for the device: every size comes from the lists on the host."""
     most = GATHER_BYTES // bytes_per_token(spec)
     cuts, num_keys = [0], 0
-    for i, context_len in enumerate(batch.context_lens):
+    for i, context_len in enumerate(batch.on_host.context_lens):
         if i > cuts[-1] and num_keys + context_len > most:
             cuts.append(i)
             num_keys = 0
         num_keys += context_len
-    cuts.append(len(batch.context_lens))
-    starts = [0, *accumulate(batch.query_lens)]
-    lens, cu_k = batch.device_context_lens, _cumulative_context_lens(batch)
+    cuts.append(len(batch.on_host.context_lens))
+    starts = [0, *accumulate(batch.on_host.query_lens)]
+    lens, cu_k = batch.context_lens, _cumulative_context_lens(batch)
     pieces = []
     for first, last in pairwise(cuts):
-        total = sum(batch.context_lens[first:last])
+        total = sum(batch.on_host.context_lens[first:last])
         own_cu_k = cu_k[first : last + 1] - cu_k[first]
         numbers = torch.arange(last - first, device=lens.device).repeat_interleave(lens[first:last], output_size=total)
         positions = torch.arange(total, device=lens.device) - own_cu_k[numbers]
-        own_cu_q = batch.device_query_starts[first : last + 1] - starts[first]
-        longest = max(batch.query_lens[first:last]), max(batch.context_lens[first:last])
-        slots = find_slots(batch.device_block_tables, numbers + first, positions, block_size)
+        own_cu_q = batch.query_starts[first : last + 1] - starts[first]
+        longest = max(batch.on_host.query_lens[first:last]), max(batch.on_host.context_lens[first:last])
+        slots = find_slots(batch.block_tables, numbers + first, positions, block_size)
         pieces.append(Gathered(slice(starts[first], starts[last]), own_cu_q, own_cu_k, *longest, slots))
     return pieces
 

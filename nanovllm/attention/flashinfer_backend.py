@@ -48,15 +48,15 @@ class FlashInferBackend:
     def _plan(self, q: torch.Tensor, block_size: int, batch: AttentionBatch, spec: AttentionSpec) -> Any:
         flashinfer = load("flashinfer")
         assert not isinstance(flashinfer, str), "selection asked rejects() first"
-        lens = batch.device_context_lens
+        lens = batch.context_lens
         num_blocks = (lens + block_size - 1) // block_size
-        columns = torch.arange(batch.device_block_tables.shape[1], device=q.device)
+        columns = torch.arange(batch.block_tables.shape[1], device=q.device)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         wrapper.plan(
-            batch.device_query_starts,
+            batch.query_starts,
             F.pad(num_blocks.cumsum(0, dtype=torch.int32), (1, 0)),
-            batch.device_block_tables[columns < num_blocks[:, None]],  # the tables, one after the other, unpadded
+            batch.block_tables[columns < num_blocks[:, None]],  # the tables, one after the other, unpadded
             (lens - 1) % block_size + 1,  # slots in use of each sequence's last block
             spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size,
             causal=True, sm_scale=spec.scale, window_left=-1 if spec.window is None else spec.window - 1,

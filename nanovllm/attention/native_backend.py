@@ -39,9 +39,9 @@ class NativeBackend(SdpaBackend):
         if n == 0:
             return super().attend(q, k_cache, v_cache, batch, spec)
         decoded = _kernels().decode_attention(
-            q[:n].contiguous(), k_cache, v_cache, batch.device_context_lens[:n], batch.device_block_tables[:n],
+            q[:n].contiguous(), k_cache, v_cache, batch.context_lens[:n], batch.block_tables[:n],
             spec.scale, batch.max_context_len, spec.window,
         )  # fmt: skip
-        if n == len(batch.query_lens):
+        if n == len(batch.on_host.query_lens):
             return decoded
         return torch.cat((decoded, super().attend(q[n:], k_cache, v_cache, batch.without_decodes(), spec)))

@@ -26,7 +26,7 @@ from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.hardware.device import Device
 
 # The most that gathered keys and values may take at a time. The step that start-up tries is one of prompts, so this
-# copy was not measured then: it must fit in what is kept free besides (512 MiB, executor/local.py), and SDPA's plain
+# copy was not measured then: it must fit in what is kept free besides (512 MiB, ranks/local.py), and SDPA's plain
 # formula makes a second copy. 256 MiB are 65,536 tokens of a layer of Qwen3-0.6B: a card is busy with those for longer
 # than its host needs for the next call.
 GATHER_BYTES = 256 << 20
@@ -64,8 +64,8 @@ class Padded:
 def padded_decodes(batch: AttentionBatch, spec: AttentionSpec, block_size: int) -> list[Padded]:
     """What all layers of this kind share. Nothing here waits for the device: sizes come from the lists on the host."""
     pieces = []
-    for rows, num_keys in _cut(batch.context_lens[: batch.num_decodes], spec):
-        lens = batch.device_context_lens[rows, None].long()
+    for rows, num_keys in _cut(batch.on_host.context_lens[: batch.num_decodes], spec):
+        lens = batch.context_lens[rows, None].long()
         first = torch.zeros_like(lens) if spec.window is None else (lens - spec.window).clamp(min=0)
         positions = first + torch.arange(num_keys, device=lens.device)
         # A repeated key of its own, not whatever lies beyond: a masked NaN of another request would still be a NaN.
@@ -76,9 +76,9 @@ def padded_decodes(batch: AttentionBatch, spec: AttentionSpec, block_size: int) 
         pieces.append(
             Padded(
                 rows,
-                find_slots(batch.device_block_tables, numbers, inside, block_size).flatten(),
+                find_slots(batch.block_tables, numbers, inside, block_size).flatten(),
                 mask[:, None, None],
-                (lens == 0)[..., None] if 0 in batch.context_lens[rows] else None,
+                (lens == 0)[..., None] if 0 in batch.on_host.context_lens[rows] else None,
             )
         )
     return pieces
@@ -113,7 +113,8 @@ class SdpaBackend:
         if q.device.type != "cpu" and batch.num_decodes > 1:  # one alone needs neither padding nor mask
             start = batch.num_decodes
             outputs.append(self._decode_padded(q[:start], k_cache, v_cache, batch, spec))
-        one_by_one = zip(batch.query_lens[start:], batch.context_lens[start:], batch.spans[start:])
+        rest = batch.on_host.after(start)
+        one_by_one = zip(rest.query_lens, rest.context_lens, rest.spans)
         for num_new, context_len, span in one_by_one:
             keys, values = gather(k_cache, span, context_len), gather(v_cache, span, context_len)
             attend = self._decode if num_new == 1 else self._prefill

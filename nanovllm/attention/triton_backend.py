@@ -35,8 +35,8 @@ class TritonBackend:
         from nanovllm.ops.triton.decode_attention import decode_attention, launch_for
         from nanovllm.ops.triton.prefill_attention import prefill_attention
 
-        n, num_seqs = batch.num_decodes, len(batch.device_context_lens)
-        lens, tables = batch.device_context_lens, batch.device_block_tables
+        n, num_seqs = batch.num_decodes, len(batch.context_lens)
+        lens, tables = batch.context_lens, batch.block_tables
         out = torch.empty_like(q)
         if n:
             launch = launch_for(q[:n], spec.num_kv_heads, min(batch.max_context_len, spec.window or 2**31))
@@ -45,7 +45,7 @@ class TritonBackend:
             )
         if n < num_seqs:
             prefill_attention(
-                q, k_cache, v_cache, batch.device_query_starts[n:], lens[n:], tables[n:], spec.scale,
+                q, k_cache, v_cache, batch.query_starts[n:], lens[n:], tables[n:], spec.scale,
                 window=spec.window, out=out,
             )  # fmt: skip
         return out

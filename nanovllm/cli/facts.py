@@ -20,9 +20,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
 from nanovllm.engine.generation_config import read_sampling_defaults
 from nanovllm.errors import ConfigError, ModelError
-from nanovllm.executor.kv_cache import CacheLayout, block_bytes
-from nanovllm.executor.low_rank import open_low_rank
-from nanovllm.executor.no_effect import options_without_effect
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
@@ -30,6 +27,9 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, attention_specs
 from nanovllm.ops.opset import choose_ops
+from nanovllm.runner.kv_cache import CacheLayout, block_bytes
+from nanovllm.runner.low_rank import open_low_rank
+from nanovllm.runner.no_effect import options_without_effect
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 

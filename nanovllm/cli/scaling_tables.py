@@ -100,7 +100,7 @@ def find_layout(options: PlanOptions) -> Layout:
 def check_divides(options: PlanOptions, model: ModelConfig) -> None:
     """As the engine: what does not divide is refused with the sizes that would."""
     if options.tensor_parallel_size > 1 or options.expert_parallel_size > 1:
-        from nanovllm.executor.several import check_sizes
+        from nanovllm.ranks.several import check_sizes
 
         check_sizes(options.engine_config(), model)
 

@@ -30,7 +30,6 @@ from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.errors import ModelError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
-from nanovllm.layers.attention import Rope, Step
 from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.models.registry import find_family
@@ -38,6 +37,7 @@ from nanovllm.models.transformer import Parts
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.ops.opset import PLAIN
 from nanovllm.ops.rotary import Angles, rotate
+from nanovllm.runner.step import unstored_step
 from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.loader import OnDisk, Places, load_weights
 
@@ -86,7 +86,7 @@ class WholeWindows:
     def attend(
         self, q: torch.Tensor, keys: Held, values: Held, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
-        length = batch.query_lens[0]
+        length = batch.on_host.query_lens[0]
         q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q, keys.tensor, values.tensor))
         mask = None
         if spec.window is not None:
@@ -184,14 +184,9 @@ class WindowModel:
         """h: the residual stream [windows * length, hidden] -> (input of the layer's MLP, the stream after
         attention)."""
         decoder = self.model.layers[layer]
-        num_windows = len(h) // length
-        places = torch.arange(length, device=h.device).repeat(num_windows)
-        rope = Rope(*self.model.ops.rope_inputs(self.model.cos_sin, places))
-        none = torch.empty(0, device=h.device)
-        lens = [length] * num_windows
-        step = Step(places, places, None, AttentionBatch(lens, lens, [], none, none, none, none))
+        step = unstored_step([length] * (len(h) // length), length, 1, h.device)
         spec = self.model.specs[layer]
-        return decoder.attend(h, None, rope, step, (Held(spec), Held(spec)))  # type: ignore[arg-type]
+        return decoder.attend(h, None, self.model.rope(step), step, (Held(spec), Held(spec)))  # type: ignore[arg-type]
 
     def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(expert ids, weights), [rows, top_k] each."""

@@ -6,9 +6,9 @@ from hashlib import blake2b
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.executor.expert_memory import batched_tokens_for_experts
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
+from nanovllm.runner.expert_memory import batched_tokens_for_experts
 
 # Defaults by device: a CPU wants small steps (each takes long anyway) and little waste, a GPU wants large ones.
 DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}

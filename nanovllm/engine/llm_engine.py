@@ -28,13 +28,13 @@ from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.stats import StepStats
 from nanovllm.engine.watch import Watcher
 from nanovllm.errors import EngineDeadError, RequestError
-from nanovllm.executor.choose import choose_executor
-from nanovllm.executor.limits import StepLimits
-from nanovllm.executor.model_runner import InFlight
 from nanovllm.hardware.device import is_out_of_memory
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.sizing import refuse_without_experts
 from nanovllm.outputs import RequestOutput
+from nanovllm.ranks.choose import choose_executor
+from nanovllm.runner.limits import StepLimits
+from nanovllm.runner.model_runner import InFlight
 from nanovllm.sampling.structured import Grammars
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager

@@ -7,6 +7,20 @@ from typing import Any
 
 import torch
 
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # function -> what replays it
+
+
+def shared_pool() -> Capture:
+    """Captures that use one another's memory: none of them is replayed while what another left is still needed."""
+    pool = None
+
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        nonlocal pool
+        replay, pool = capture_graph(function, pool)
+        return replay
+
+    return capture
+
 
 def capture_graph(function: Callable[[], None], pool: Any | None) -> tuple[Callable[[], None], Any]:
     """(replay, memory pool for the next capture). The function is run once first, outside the capture: kernels are

@@ -219,7 +219,7 @@ def connect(
     limit = timedelta(seconds=timeout)
     if device.type == "cuda":
         # Left to itself, NCCL's watchdog ends the process of whoever waits too long, the caller's included; here a rank
-        # that is lost is an error with a name (executor/faults.py).
+        # that is lost is an error with a name (ranks/faults.py).
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit

@@ -3,17 +3,106 @@
 A copy from pinned memory returns before it has read that memory. Whoever writes the buffer again too early changes a
 copy that is still under way: wrong tokens, rarely, on a busy card. Here that cannot be written by mistake: a buffer has
 one owner, `_Staging`, which reuses it only after the event of its last copy; a result has one owner, `Download`, which
-is read through `wait()` alone.
+is read through `wait()` alone. On a CPU there is nothing to move: the same calls hand the arrays on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from nanovllm.hardware.device import Device
+
+
+class Arriving(Protocol):
+    """A tensor on its way to the host."""
+
+    def wait(self) -> np.ndarray:
+        """Once."""
+        ...
+
+
+class Transfers(Protocol):
+    device: torch.device
+
+    def send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        """The same arrays on the device. They are valid for work queued on the current stream from now on."""
+        ...
+
+    def start(self, tensor: torch.Tensor) -> Arriving: ...
+
+    def fixed(self, arrays: list[np.ndarray]) -> FixedUpload: ...
+
+    def reset(self) -> None:
+        """Nothing is on its way any more: buffers whose owner was dropped are free."""
+        ...
+
+
+class FixedUpload(Protocol):
+    """Tensors at fixed addresses, for a captured graph: shapes are those of the first arrays."""
+
+    tensors: list[torch.Tensor]
+
+    def send(self, arrays: list[np.ndarray]) -> None: ...
+
+
+def transfers_of(device: Device) -> Transfers:
+    return PinnedTransfers(device) if device.is_gpu else HostTransfers(device)
+
+
+@dataclass(frozen=True)
+class Here:
+    """A result that need not travel."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> np.ndarray:
+        return self.tensor.numpy()
+
+
+@dataclass(frozen=True)
+class HereFixed:
+    tensors: list[torch.Tensor]
+
+    def send(self, arrays: list[np.ndarray]) -> None:
+        for tensor, array in zip(self.tensors, arrays):
+            tensor.copy_(torch.from_numpy(array))
+
+
+class HostTransfers:
+    def __init__(self, device: Device) -> None:
+        self.device = device.torch_device
+
+    def send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+    def start(self, tensor: torch.Tensor) -> Here:
+        return Here(tensor.clone())  # a step that is called again may write the same memory
+
+    def fixed(self, arrays: list[np.ndarray]) -> HereFixed:
+        return HereFixed([torch.from_numpy(array.copy()) for array in arrays])
+
+    def reset(self) -> None: ...
+
+
+class PinnedTransfers:
+    def __init__(self, device: Device) -> None:
+        self.device = device.torch_device
+        self._owner = device
+        self._uploader = Uploader(device)
+        self._downloads = Downloads()
+        self.send, self.start = self._uploader.send, self._downloads.start
+
+    def fixed(self, arrays: list[np.ndarray]) -> StaticUpload:
+        return StaticUpload(self._owner, arrays)
+
+    def reset(self) -> None:
+        self._owner.synchronize()  # an interrupted upload may still be read, and has recorded no event
+        self._downloads.reset()
+
 
 ALIGN = 16  # each array begins at a multiple, so that a view of the right dtype is legal
 
@@ -124,9 +213,9 @@ class Download:
         self._arrived = torch.cuda.Event()
         self._arrived.record()
 
-    def wait(self) -> list:
+    def wait(self) -> np.ndarray:
         """Once: the buffer is then used for another."""
         self._arrived.synchronize()
-        found = self._host.tolist()
+        found = self._host.numpy().copy()
         self._owner.take_back(self._buffer)
         return found

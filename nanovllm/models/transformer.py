@@ -66,6 +66,7 @@ class DecoderLayer(Layer):
         super().__init__()
         build, eps = parts.build, config.rms_norm_eps
         self.ops = build.ops
+        self.fuses = config.moe is None and build.parallel.size == 1  # sums over ranks or experts stand in between
         self.attention_norm = RMSNorm(config.hidden_size, eps, build)
         self.attention = Attention(
             config.hidden_size, spec, config.num_kv_heads, parts.backend, build,
@@ -79,7 +80,9 @@ class DecoderLayer(Layer):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, cache: KVCache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if residual is None and self.fuses and self.ops.fuses_few(x):
+            return self.forward_few(x, rope, step, cache), None
         x, residual = self.attend(x, residual, rope, step, cache)
         return self.mlp(x), residual
 
@@ -116,7 +119,6 @@ class Transformer(Layer):
         build = parts.build
         self.ops = build.ops
         self.rules = RULES + style.more_rules
-        self.fuses = config.moe is None and build.parallel.size == 1  # sums over ranks or experts stand in between
         self.specs = attention_specs(config, build.dtype, build.parallel)  # one per layer
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         layers = (DecoderLayer(i, config, style, parts, spec) for i, spec in enumerate(self.specs))
@@ -129,22 +131,25 @@ class Transformer(Layer):
 
     def forward(self, step: Step, caches: list[KVCache]) -> torch.Tensor:
         """Final hidden states of the rows whose logits are wanted, [len(step.logit_rows), hidden]."""
-        x, residual = self.embed(step.token_ids), None  # [tokens, hidden]
-        rope = Rope(*self.ops.rope_inputs(self.cos_sin, step.positions))
-        if self.fuses and self.ops.fuses_few(x):
-            residual = torch.zeros_like(x)
-            for layer, cache in zip(self.layers, caches):
-                x = layer.forward_few(x, rope, step, cache)
-        else:
-            for layer, cache in zip(self.layers, caches):
-                x, residual = layer(x, residual, rope, step, cache)
-        assert residual is not None
+        x = self.embed(step.token_ids)  # [tokens, hidden]
+        x, residual = self.through(range(len(caches)), x, None, step, caches)
         return self.last_norm(x, residual, step)
 
-    def last_norm(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+    def rope(self, step: Step) -> Rope:
+        return Rope(*self.ops.rope_inputs(self.cos_sin, step.positions))
+
+    def through(
+        self, layers: range, x: torch.Tensor, residual: torch.Tensor | None, step: Step, caches: list[KVCache]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rope = self.rope(step)
+        for i in layers:
+            x, residual = self.layers[i](x, residual, rope, step, caches[i])
+        return x, residual
+
+    def last_norm(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> torch.Tensor:
         """It and the head, the model's largest matrix, only see the rows that are asked for."""
         if step.logit_rows is not None:
-            x, residual = x[step.logit_rows], residual[step.logit_rows]
+            x, residual = x[step.logit_rows], None if residual is None else residual[step.logit_rows]
         x, _ = self.norm(x, residual)
         return x
 

@@ -13,7 +13,7 @@ The output is that of resident experts, bit for bit: a pair (token, expert) give
 expert is in and whichever pass it is in, all pairs of an expert are in one pass, and the sum is taken once. Only
 `cpu_misses` departs from that: the CPU adds up in another order.
 
-A decode step of few tokens may also run in two halves, so that most of a layer can be captured (executor/relay.py):
+A decode step of few tokens may also run in two halves, so that most of a layer can be captured (runner/relay.py):
 `start` computes the hits by a table on the device of which expert is where; meanwhile the host learns what was chosen,
 and `finish` brings and computes the rest, mostly nothing.
 

@@ -51,10 +51,12 @@ class BlockManager:
         self.num_queries = 0  # prompt tokens looked up in the prefix cache, and those found
         self.num_hits = 0
         self.journal: Journal | None = None  # written while somebody watches
+        self._num_forgotten = 0  # blocks that were findable and are not any more
         self.clear()
 
     def clear(self) -> None:
         """Every block is free and none is findable, whatever an interrupted change has left behind."""
+        self._num_forgotten += 1
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self._ref_counts = [0] * self.num_blocks
         self._keys: list[bytes | None] = [None] * self.num_blocks
@@ -88,14 +90,16 @@ class BlockManager:
         size = self.block_size
         if not (self.enable_prefix_caching and seq.reads_prefix_cache):
             return []
-        matched: list[int] = []
-        for index in range((len(seq.token_ids) - 1) // size):
+        # A sequence that cannot be admitted is matched at every step: what was found stays found until a block is lost.
+        matched, seq.matched = seq.matched if seq.matched_at == self._num_forgotten else [], []
+        for index in range(len(matched), (len(seq.token_ids) - 1) // size):
             tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
             candidates = self._found.get(self._hash(seq, index))
             block = next((b for b in candidates or () if self._tokens[b] == tokens), None)
             if block is None:
                 break
             matched.append(block)
+        seq.matched, seq.matched_at = matched, self._num_forgotten
         return matched
 
     def adopt(self, seq: Sequence, matched: list[int]) -> None:
@@ -103,7 +107,7 @@ class BlockManager:
         assert not seq.block_table
         for block in matched:
             self._own(block)
-        seq.block_table = list(matched)
+        seq.block_table, seq.matched = list(matched), []
         seq.num_published = len(matched)
         seq.num_computed = len(matched) * self.block_size
 
@@ -237,6 +241,7 @@ class BlockManager:
             if not self._found[key]:
                 del self._found[key]
             self._keys[block] = None
+            self._num_forgotten += 1
 
     def _put_back(self, blocks: list[int]) -> None:
         for block in blocks:

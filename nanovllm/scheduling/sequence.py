@@ -65,6 +65,8 @@ class Sequence:
     num_pending: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
+    matched: list[int] = field(default_factory=list)  # cached blocks found while it waits,
+    matched_at: int = -1  # valid while the cache has forgotten none since
     num_published: int = 0  # leading blocks of block_table that others may find in the prefix cache
     num_announced: int = 0  # leading blocks of block_table that the runner has been told of
     queued_step: int = 0  # the step at which it first began to wait

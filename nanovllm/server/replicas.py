@@ -39,8 +39,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.config import EngineConfig
 from nanovllm.engine.generation_config import SamplingDefaults, read_sampling_defaults
 from nanovllm.errors import ConfigError
-from nanovllm.executor.ray_cluster import join_ray
 from nanovllm.hardware.parallel import LOOPBACK
+from nanovllm.ranks.ray_cluster import join_ray
 from nanovllm.server.errors import INTERNAL, ApiError
 from nanovllm.server.guard import SMALL_BODY, ClientGone, Gate, Guard, read_bytes
 from nanovllm.server.metrics import CONTENT_TYPE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.attention.base import AttentionBatch, AttentionSpec
+from nanovllm.attention.base import AttentionBatch, AttentionSpec, HostLens
 from nanovllm.ops.attention import paged_attention_reference
 
 BLOCK = 16
@@ -38,21 +38,22 @@ def make_batch(lens: list[tuple[int, int]]) -> AttentionBatch:
     query_lens, context_lens = (list(some) for some in zip(*lens))
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     return AttentionBatch(
-        query_lens, context_lens, spans, starts, torch.tensor(context_lens, dtype=torch.int32), tables,
+        starts, torch.tensor(context_lens, dtype=torch.int32), tables,
         slots=torch.zeros(sum(query_lens), dtype=torch.int64), max_context_len=max(context_lens),
         num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens)),
+        host=HostLens(query_lens, context_lens, spans),
     )  # fmt: skip
 
 
 def tensors(batch: AttentionBatch, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    num_blocks = int(batch.device_block_tables.max()) + 1
+    num_blocks = int(batch.block_tables.max()) + 1
     k_cache, v_cache = torch.randn(2, num_blocks, BLOCK, spec.num_kv_heads, spec.head_dim)
-    return torch.randn(sum(batch.query_lens), spec.num_heads, spec.head_dim), k_cache, v_cache
+    return torch.randn(sum(batch.on_host.query_lens), spec.num_heads, spec.head_dim), k_cache, v_cache
 
 
 def expected(batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
     return paged_attention_reference(
-        *tensors(batch, spec), batch.device_query_starts, batch.device_context_lens, batch.device_block_tables,
+        *tensors(batch, spec), batch.query_starts, batch.context_lens, batch.block_tables,
         spec.scale, spec.window,
     )  # fmt: skip

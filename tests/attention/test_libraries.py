@@ -116,7 +116,7 @@ def test_gathering_reads_no_slot_but_its_own(monkeypatch: pytest.MonkeyPatch) ->
     q, k_cache, v_cache = tensors(batch, spec)
     clean = FlashBackend().attend(q, k_cache, v_cache, batch, spec)
     used = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
-    for table, context_len in zip(batch.device_block_tables, batch.context_lens):
+    for table, context_len in zip(batch.block_tables, batch.on_host.context_lens):
         for position in range(context_len):
             used[table[position // BLOCK], position % BLOCK] = True
     for cache in (k_cache, v_cache):

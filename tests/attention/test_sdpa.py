@@ -74,7 +74,7 @@ def test_a_padded_decode_reads_no_slot_of_others(window: int | None) -> None:
     q, k_cache, v_cache = tensors(batch, spec)
     clean = SdpaBackend()._decode_padded(q, k_cache, v_cache, batch, spec)
     used = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
-    for table, context_len in zip(batch.device_block_tables, batch.context_lens):
+    for table, context_len in zip(batch.block_tables, batch.on_host.context_lens):
         for position in range(max(0, context_len - (window or context_len)), context_len):
             used[table[position // BLOCK], position % BLOCK] = True
     for cache in (k_cache, v_cache):
@@ -124,7 +124,7 @@ def test_indices_of_gathered_keys_do_not_wait_for_the_device(monkeypatch: pytest
     with monkeypatch.context() as patch, NoHostSync():
         refuse_to_wait(patch)
         pieces = flash_backend.gathered_keys(batch, SPEC, BLOCK)
-    assert sum(len(piece.slots) for piece in pieces) == sum(batch.context_lens)
+    assert sum(len(piece.slots) for piece in pieces) == sum(batch.on_host.context_lens)
 
 
 def test_the_watchman_is_awake() -> None:
@@ -157,7 +157,7 @@ def test_prompts_with_a_kv_head_as_the_batch(
 ) -> None:
     spec, batch = replace(SPEC, num_kv_heads=kv_heads, window=window), make_batch([(num_new, context_len)])
     q, k_cache, v_cache = tensors(batch, spec)
-    keys, values = (sdpa.gather(cache, batch.spans[0], context_len) for cache in (k_cache, v_cache))
+    keys, values = (sdpa.gather(cache, batch.on_host.spans[0], context_len) for cache in (k_cache, v_cache))
     position = torch.arange(context_len)
     distance = position[context_len - num_new :, None] - position
     mask = (distance >= 0) & (distance < (window or context_len))
@@ -173,9 +173,9 @@ Call = tuple[int, int, int, bool]  # sequences, heads, query rows, are heads sha
 
 def calls_on(device: str, lens: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     batch = make_batch(lens)
-    moved = {name: getattr(batch, name).to(device) for name in batch.__dataclass_fields__ if name.startswith("device_")}
-    spans = [span if isinstance(span, slice) else span.to(device) for span in batch.spans]
-    batch = replace(batch, spans=spans, **moved)
+    moved = {name: getattr(batch, name).to(device) for name in ("query_starts", "context_lens", "block_tables")}
+    spans = [span if isinstance(span, slice) else span.to(device) for span in batch.on_host.spans]
+    batch = replace(batch, host=replace(batch.on_host, spans=spans), **moved)
     calls, original = [], SdpaBackend._sdpa
 
     def counted(self: Any, q: torch.Tensor, keys: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -183,7 +183,7 @@ def calls_on(device: str, lens: list[tuple[int, int]], monkeypatch: pytest.Monke
         return original(self, q, keys, *args, **kwargs)
 
     monkeypatch.setattr(SdpaBackend, "_sdpa", counted)
-    q = torch.empty(sum(batch.query_lens), 6, 8, device=device)
+    q = torch.empty(sum(batch.on_host.query_lens), 6, 8, device=device)
     caches = [torch.empty(64, BLOCK, 2, 8, device=device) for _ in range(2)]
     assert SdpaBackend().attend(q, *caches, batch, SPEC).shape == q.shape
     return calls

@@ -19,7 +19,7 @@ from nanovllm.bench.workload import Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import ConfigError, EngineDeadError
-from nanovllm.executor.local import LocalExecutor
+from nanovllm.ranks.local import LocalExecutor
 from tests.cli.runner import SMALL, Result, Run
 from tests.tiny_models import TinyModel
 

@@ -17,10 +17,10 @@ from nanovllm.bench import moe_kernels, report
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
-from nanovllm.executor.local import LocalExecutor
 from nanovllm.moe.cache import ExpertStats
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.ops.triton import moe_tiles
+from nanovllm.ranks.local import LocalExecutor
 from tests.cli.runner import SMALL, Result, Run
 
 TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"  # 4 layers, 8 experts, top 2

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.no_effect import OF_GPUS, OF_OFFLOADED_EXPERTS, options_without_effect
+from nanovllm.runner.no_effect import OF_GPUS, OF_OFFLOADED_EXPERTS, options_without_effect
 from tests.cli.runner import SMALL, Run
 from tests.server.rig import command
 from tests.svd_folders import Choice, copy_model, write_svd

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, ConfigError, ModelError, SamplingParams
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.select import BACKENDS
-from nanovllm.executor.kv_cache import CacheLayout, block_bytes
 from nanovllm.ops.native.build import load_library
+from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.loader import load_weights
 from nanovllm.weights.rules import Rule, find_destination

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLMEngine, EngineDeadError, SamplingParams
-from nanovllm.executor.model_runner import InFlight
 from nanovllm.hardware.device import Device
+from nanovllm.runner.model_runner import InFlight
 from tests.tiny_models import TinyModel
 
 FAULT = "CUDA error: an illegal memory access was encountered"

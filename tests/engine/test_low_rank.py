@@ -23,7 +23,7 @@ from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.sizing import GIB
 from nanovllm.weights.svd_checkpoint import low_rank_layouts
 from nanovllm.weights.svd_folder import METADATA, U_FILE, v_file
-from tests.executor.test_relay import InPieces
+from tests.runner.test_relay import InPieces
 from tests.svd_folders import Choice, copy_model, full_rank, write_svd
 from tests.tiny_models import TinyModel, random_prompts
 

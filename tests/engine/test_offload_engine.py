@@ -19,14 +19,14 @@ import torch
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.cli.plan import PlanOptions, make_plan
 from nanovllm.config import EngineConfig
-from nanovllm.executor import expert_memory
-from nanovllm.executor.limits import StepLimits
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.offload import OffloadOptions
 from nanovllm.moe.sizing import GIB
 from nanovllm.moe.store import logger as store_logger
+from nanovllm.runner import expert_memory
+from nanovllm.runner.limits import StepLimits
 from nanovllm.weights.checkpoint import open_checkpoint
 from tests.moe.offload_rig import FixedIdle
 from tests.tiny_models import TinyModel, random_prompts

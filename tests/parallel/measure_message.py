@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from nanovllm.bench.report import make_report, print_table  # noqa: E402
-from nanovllm.executor.wire import decode_plan, encode_plan, receive, send  # noqa: E402
 from nanovllm.hardware.host import cpu_name  # noqa: E402
+from nanovllm.ranks.wire import decode_plan, encode_plan, receive, send  # noqa: E402
 from nanovllm.scheduling.plan import PlanEntry, StepPlan  # noqa: E402
 
 BLOCK_SIZE = 64

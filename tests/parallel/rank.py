@@ -21,13 +21,10 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.base import AttentionBatch
+from nanovllm.attention.base import AttentionBatch, HostLens
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError
-from nanovllm.executor.kv_cache import CacheLayout, allocate
-from nanovllm.executor.limits import StepLimits
-from nanovllm.executor.local import LocalExecutor
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel, connect, open_store
 from nanovllm.layers.attention import Step
@@ -37,11 +34,14 @@ from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, Transformer
 from nanovllm.moe.layer import ResidentExperts
 from nanovllm.ops.opset import PLAIN
+from nanovllm.ranks.local import LocalExecutor
+from nanovllm.runner.kv_cache import CacheLayout, allocate
+from nanovllm.runner.limits import StepLimits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.loader import load_weights
-from tests.executor.test_relay import InPieces
+from tests.runner.test_relay import InPieces
 
 CPU = Device(torch.device("cpu"))
 PROMPT = [5, 9, 2, 7, 1, 3, 8, 4, 6, 11, 12]
@@ -87,14 +87,13 @@ def logits_of(model: Transformer) -> torch.Tensor:
     num, num_blocks = len(PROMPT), -(-len(PROMPT) // BLOCK)
     caches = allocate(CacheLayout(BLOCK, num_blocks, 0), model.specs, CPU)
     batch = AttentionBatch(
-        query_lens=[num],
-        context_lens=[num],
-        spans=[slice(0, num)],
-        device_query_starts=torch.tensor([0, num], dtype=torch.int32),
-        device_context_lens=torch.tensor([num], dtype=torch.int32),
-        device_block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+        query_starts=torch.tensor([0, num], dtype=torch.int32),
+        context_lens=torch.tensor([num], dtype=torch.int32),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
         slots=torch.arange(num),
+        num_decodes=0,
         max_context_len=num,
+        host=HostLens([num], [num], [slice(0, num)]),
     )
     step = Step(torch.tensor(PROMPT), torch.arange(num), None, batch)
     return model.logits(model(step, caches))

@@ -18,7 +18,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.executor.expert_memory import check_expert_ranks
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig
@@ -27,6 +26,7 @@ from nanovllm.models.transformer import Parts
 from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, Wants, size_tiers
 from nanovllm.ops.opset import PLAIN
+from nanovllm.runner.expert_memory import check_expert_ranks
 from nanovllm.weights.checkpoint import open_checkpoint
 from tests.parallel.group import RankGroup
 from tests.parallel.rank import greedy
@@ -189,7 +189,7 @@ def test_low_rank_experts(low_rank: Callable[[str], Path], ranks: Ranks, name: s
 
 @pytest.mark.parametrize("name", ["dense", "mixtral", "qwen"])
 def test_decodes_in_pieces(tiny: Tiny, low_rank: Callable[[str], Path], ranks: Ranks, name: str) -> None:
-    """As on a GPU (executor/relay.py): the sum over the ranks is in the piece that follows the experts."""
+    """As on a GPU (runner/relay.py): the sum over the ranks is in the piece that follows the experts."""
     path = tiny("mixtral").path if name == "dense" else low_rank(name)
     prompts = random_prompts((1, 5, 16, 33))
     job = {"do": "greedy", "path": str(path), "batches": [prompts, prompts[:1]], "num_tokens": NUM_TOKENS}

@@ -23,8 +23,9 @@ import pytest
 from nanovllm import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
 from nanovllm.engine.async_engine import IDLE_SECONDS
 from nanovllm.errors import EngineDeadError
-from nanovllm.executor import multiprocess
-from nanovllm.executor.faults import (
+from nanovllm.hardware.parallel import limit_waiting
+from nanovllm.ranks import multiprocess
+from nanovllm.ranks.faults import (
     ALARM_SECONDS,
     FAILED,
     GRACE_SECONDS,
@@ -34,7 +35,6 @@ from nanovllm.executor.faults import (
     Report,
     name_cause,
 )
-from nanovllm.hardware.parallel import limit_waiting
 from tests.parallel.processes import children, is_alive, open_files, soon
 from tests.tiny_models import TinyModel
 
@@ -140,7 +140,7 @@ def test_a_rank_that_raises_is_named(make_two: MakeTwo, monkeypatch: pytest.Monk
 
 STARVED = """
 import torch
-from nanovllm.executor.local import LocalExecutor
+from nanovllm.ranks.local import LocalExecutor
 
 def launch(self, plan):
     torch.empty(1 << 60, dtype=torch.uint8)  # more than any machine can address

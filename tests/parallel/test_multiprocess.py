@@ -11,9 +11,9 @@ import pytest
 
 from nanovllm import LLM, ConfigError, SamplingParams
 from nanovllm.errors import EngineDeadError
-from nanovllm.executor import multiprocess
-from nanovllm.executor.local import LocalExecutor
-from nanovllm.executor.multiprocess import MultiprocessExecutor
+from nanovllm.ranks import multiprocess
+from nanovllm.ranks.local import LocalExecutor
+from nanovllm.ranks.multiprocess import MultiprocessExecutor
 from tests.parallel.processes import children, listening
 from tests.tiny_models import VOCAB, TinyModel, random_prompts
 

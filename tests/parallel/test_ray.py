@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLMEngine, ConfigError, EngineDeadError
-from nanovllm.executor import ray_cluster
+from nanovllm.ranks import ray_cluster
 from tests.parallel.processes import all_on_loopback, children, descendants, is_alive, soon
 from tests.parallel.test_faults import NOTICED, PATIENT, add_requests, run_to_death
 from tests.parallel.test_multiprocess import GREEDY, SEEDED, tokens

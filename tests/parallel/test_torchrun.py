@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, ConfigError, SamplingParams
-from nanovllm.executor.torchrun import Place
+from nanovllm.ranks.torchrun import Place
 from tests.parallel.processes import children
 from tests.tiny_models import TinyModel
 

@@ -234,6 +234,23 @@ def test_num_free_without_counts_only_matched_blocks_that_are_free() -> None:
         assert blocks.num_free_without(matched) == left
 
 
+def test_a_sequence_that_waits_is_not_matched_from_the_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is new is looked up, until the cache loses a block: then what was found may be gone."""
+    blocks = BlockManager(num_blocks=6, block_size=4)
+    first = make_seq(list(range(12)))
+    compute(blocks, first)
+    waiting, looked_up = make_seq(list(range(21)), 1), []
+    found = blocks._hash
+    monkeypatch.setattr(blocks, "_hash", lambda seq, index: (looked_up.append(index), found(seq, index))[1])
+    assert blocks.match(waiting) == blocks.match(waiting) == first.block_table
+    assert looked_up == [0, 1, 2, 3, 3]
+    owned = list(first.block_table)
+    blocks.release(first)
+    assert blocks.reserve(make_seq(list(range(50, 66)), 2), 16)  # the three blank blocks and one of the cached ones
+    assert blocks.match(waiting) == owned[:2]
+    assert looked_up[5:] == [0, 1, 2]
+
+
 def test_held_twice_and_adopted_between() -> None:
     """Released for step 5, adopted, released again for step 6: it comes back with step 6, and once."""
     blocks = BlockManager(3, SIZE)

@@ -14,7 +14,7 @@ export const FILES = {
   grid: CACHE, owned: CACHE, shared: CACHE, cached: CACHE, held: CACHE, free: CACHE, evicted: CACHE,
   timeline: SCHEDULER, prefill: SCHEDULER, decode: "nanovllm/scheduling/plan.py", preempted: SCHEDULER,
   running: SCHEDULER, waiting: POLICY, seq: "nanovllm/scheduling/sequence.py",
-  ms: "nanovllm/executor/model_runner.py", rate: "nanovllm/engine/llm_engine.py", hits: CACHE, usage: CACHE,
+  ms: "nanovllm/runner/model_runner.py", rate: "nanovllm/engine/llm_engine.py", hits: CACHE, usage: CACHE,
   pause: "nanovllm/engine/async_engine.py", resume: "nanovllm/engine/async_engine.py",
   step: "nanovllm/engine/llm_engine.py", policy: POLICY, convoy: POLICY, prefix: CACHE,
   replay: "nanovllm/engine/replay.py", feed: "nanovllm/engine/watch.py",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.errors import EngineDeadError
-from nanovllm.executor.wire import decode_plan, encode_plan, receive, send
+from nanovllm.ranks.wire import decode_plan, encode_plan, receive, send
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.executor.relay import RELAY_SIZES, Relay
 from nanovllm.layers.attention import Step
+from nanovllm.runner.relay import RELAY_SIZES, Relay
 from tests.tiny_models import TinyModel
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from nanovllm.executor.kv_cache import CacheLayout
-from nanovllm.executor.model_runner import InFlight
 from nanovllm.hardware.device import Device
 from nanovllm.moe.cache import ExpertStats
+from nanovllm.runner.kv_cache import CacheLayout
+from nanovllm.runner.model_runner import InFlight
 from nanovllm.scheduling.plan import StepPlan
 
 

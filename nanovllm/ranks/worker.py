@@ -1,4 +1,4 @@
-"""A rank other than 0, in a process of its own: `python -m nanovllm.executor.worker FD`.
+"""A rank other than 0, in a process of its own: `python -m nanovllm.ranks.worker FD`.
 
 FD is one end of a socket pair that the parent made: no name, no port, nobody else can reach it. Over it come the
 options (JSON), then plans, in order. The worker builds its shards, runs every plan as rank 0 does, and says nothing:
@@ -22,13 +22,13 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.executor.wire import decode_plan, receive, send
+from nanovllm.ranks.wire import decode_plan, receive, send
 
 if TYPE_CHECKING:
-    from nanovllm.executor.local import LocalExecutor
-    from nanovllm.executor.model_runner import InFlight
     from nanovllm.hardware.device import Device
     from nanovllm.hardware.parallel import Parallel
+    from nanovllm.ranks.local import LocalExecutor
+    from nanovllm.runner.model_runner import InFlight
     from nanovllm.sampling.structured import Grammars
     from nanovllm.scheduling.plan import StepPlan, StepResult
 
@@ -43,7 +43,7 @@ def main() -> int:
     try:
         serve(connection, options)
     except BaseException as error:
-        from nanovllm.executor.faults import FAILED, Report
+        from nanovllm.ranks.faults import FAILED, Report
 
         report = Report.of(options["rank"], error)
         try:
@@ -59,9 +59,9 @@ def main() -> int:
 def serve(connection: socket.socket, options: dict[str, Any]) -> None:
     import torch
 
-    from nanovllm.executor.faults import STARTUP_SECONDS
     from nanovllm.hardware.device import Device
     from nanovllm.hardware.parallel import connect, limit_waiting, open_store
+    from nanovllm.ranks.faults import STARTUP_SECONDS
 
     rank, size = options["rank"], options["size"]
     device = Device.of_rank(options["config"]["device"], rank)
@@ -86,9 +86,9 @@ def open_executor(
 ) -> LocalExecutor:
     """A rank's part of the model, from what can be sent to another process."""
     from nanovllm.config import EngineConfig
-    from nanovllm.executor.limits import StepLimits
-    from nanovllm.executor.local import LocalExecutor
     from nanovllm.model_config import ModelConfig
+    from nanovllm.ranks.local import LocalExecutor
+    from nanovllm.runner.limits import StepLimits
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model
 

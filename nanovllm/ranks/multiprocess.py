@@ -21,7 +21,10 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError, NanoVLLMError
-from nanovllm.executor.faults import (
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import connect, limit_waiting, open_store
+from nanovllm.model_config import ModelConfig
+from nanovllm.ranks.faults import (
     CONNECT_SECONDS,
     FAILED,
     GRACE_SECONDS,
@@ -31,13 +34,10 @@ from nanovllm.executor.faults import (
     Report,
     no_answer,
 )
-from nanovllm.executor.limits import StepLimits
-from nanovllm.executor.local import ALONE, LocalExecutor
-from nanovllm.executor.several import SeveralRanks, check_sizes, kill_at_exit, options_for
-from nanovllm.executor.wire import encode_plan, receive, send
-from nanovllm.hardware.device import Device
-from nanovllm.hardware.parallel import connect, limit_waiting, open_store
-from nanovllm.model_config import ModelConfig
+from nanovllm.ranks.local import ALONE, LocalExecutor
+from nanovllm.ranks.several import SeveralRanks, check_sizes, kill_at_exit, options_for
+from nanovllm.ranks.wire import encode_plan, receive, send
+from nanovllm.runner.limits import StepLimits
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 
@@ -99,7 +99,7 @@ def start_worker(rank: int) -> Worker:
     here, there = socket.socketpair()
     with there:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-m", "nanovllm.executor.worker", str(there.fileno())]
+        command = [sys.executable, "-m", "nanovllm.ranks.worker", str(there.fileno())]
         process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=env)
     return Worker(rank, process, here)
 

@@ -1,4 +1,4 @@
-"""InputBatch: what the runner remembers of the running sequences, and the arrays of a step made from it.
+"""InputBatch: what the runner remembers of the running sequences, and the integers of a step made from it.
 
 One row per running sequence holds its tokens and its block table, so a plan need only say what is new. numpy, not
 torch: a handful of small integers per sequence, and numpy's calls cost a tenth of torch's.
@@ -6,31 +6,20 @@ torch: a handful of small integers per sequence, and numpy's calls cost a tenth 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from nanovllm.runner.step import StepInputs
 from nanovllm.sampling.rows import SamplingRow
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
-
-
-@dataclass(frozen=True)
-class StepArrays:
-    """The inputs of one forward pass; entries stand one after another."""
-
-    token_ids: np.ndarray  # int64 [tokens]
-    positions: np.ndarray  # int64 [tokens]
-    slots: np.ndarray  # int64 [tokens]
-    query_starts: np.ndarray  # int32 [entries + 1]
-    context_lens: np.ndarray  # int32 [entries]
-    block_tables: np.ndarray  # int32 [entries, most blocks of any]; beyond an entry's own: leftovers
 
 
 class InputBatch:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
-        self._lens = [0] * max_num_seqs  # known tokens per row
+        self._lens = np.zeros(max_num_seqs, dtype=np.int64)  # known tokens per row
         self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.clear()
 
@@ -56,10 +45,11 @@ class InputBatch:
                 row, first = self._rows[entry.seq_id], entry.first_block
                 self._block_tables[row, first : first + len(entry.block_ids)] = entry.block_ids
 
-    def arrays(self, entries: tuple[PlanEntry, ...], offset: int = 0) -> StepArrays:
-        """offset: how many tokens each entry has advanced since the plan was made (decode steps after the first)."""
+    def inputs(self, entries: Sequence[PlanEntry], offset: int = 0, scored: Iterable[range] = ()) -> StepInputs:
+        """`offset`: how many tokens each entry has advanced since the plan was made (decode steps after the first).
+        `scored`: rows of the step that are followed by a prompt token whose logprob is wanted."""
         size = self.block_size
-        rows = np.array([self._rows[entry.seq_id] for entry in entries])
+        rows = self.rows(entries)
         starts = np.array([entry.start + offset for entry in entries])
         counts = np.array([entry.num_new for entry in entries])
         query_starts = np.zeros(len(entries) + 1, dtype=np.int32)
@@ -67,46 +57,72 @@ class InputBatch:
         token_rows = np.repeat(rows, counts)
         positions = np.repeat(starts - query_starts[:-1], counts) + np.arange(query_starts[-1])
         context_lens = (starts + counts).astype(np.int32)
-        slots = self._block_tables[token_rows, positions // size].astype(np.int64) * size + positions % size
-        return StepArrays(
-            token_ids=self._tokens[token_rows, positions].astype(np.int64),
+        samples = np.array([entry.samples for entry in entries])
+        last = query_starts[1:][samples].astype(np.int64) - 1
+        return StepInputs(
+            tokens=self.known_tokens(token_rows, positions).astype(np.int64),
+            token_rows=token_rows,
             positions=positions,
-            slots=slots,
+            slots=self._block_tables[token_rows, positions // size].astype(np.int64) * size + positions % size,
             query_starts=query_starts,
             context_lens=context_lens,
             block_tables=self._block_tables[rows, : -(-int(context_lens.max()) // size)],
+            logit_rows=np.concatenate([last, *(np.array(found, dtype=np.int64) for found in scored)]),
+            rows=rows[samples].astype(np.int32),
         )
 
+    def scored_rows(self, entries: Sequence[PlanEntry]) -> dict[int, range]:
+        """seq_id -> rows of the step that are followed by another prompt token, where prompt logprobs are wanted."""
+        found, first = {}, 0
+        for entry in entries:
+            arrival = self.arrival(entry.seq_id)
+            count = min(entry.num_new, arrival.num_prompt - 1 - entry.start)
+            if arrival.params.prompt_logprobs is not None and count > 0:
+                found[entry.seq_id] = range(first, first + count)
+            first += entry.num_new
+        return found
+
     def arrival(self, seq_id: int) -> Arrival:
-        arrival = self._arrivals[self._rows[seq_id]]
+        return self._of_row(self._rows[seq_id])
+
+    def _of_row(self, row: int) -> Arrival:
+        arrival = self._arrivals[row]
         assert arrival is not None
         return arrival
 
     def tokens(self, seq_id: int) -> np.ndarray:
-        row = self._rows[seq_id]
+        return self._known(self._rows[seq_id])
+
+    def _known(self, row: int) -> np.ndarray:
         return self._tokens[row, : self._lens[row]]
 
-    def sampling_row(self, seq_id: int) -> SamplingRow:
-        arrival = self.arrival(seq_id)
+    def sampling_row(self, row: int) -> SamplingRow:
+        arrival = self._of_row(row)
         return SamplingRow(
-            arrival.params, arrival.seed, self.tokens(seq_id), arrival.num_prompt, arrival.stop_ids,
+            arrival.params, arrival.seed, self._known(row), arrival.num_prompt, arrival.stop_ids,
             arrival.bad_words_ids,
         )  # fmt: skip
 
     def row(self, seq_id: int) -> int:
         return self._rows[seq_id]
 
+    def rows(self, entries: Sequence[PlanEntry]) -> np.ndarray:
+        return np.array([self._rows[entry.seq_id] for entry in entries], dtype=np.int64)
+
     def known_tokens(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int32: tokens at these places, -1 where a step in flight has yet to sample it."""
-        lens = np.array([self._lens[row] for row in rows])
-        return np.where(positions < lens, self._tokens[rows, np.minimum(positions, self._tokens.shape[1] - 1)], -1)
+        places = np.minimum(positions, self._tokens.shape[1] - 1)
+        return np.where(positions < self._lens[rows], self._tokens[rows, places], -1)
 
     def block_table_rows(self, rows: list[int], num_blocks: int) -> np.ndarray:
         return self._block_tables[rows, :num_blocks]
 
-    def append(self, seq_id: int, token_id: int) -> None:
-        if (row := self._rows.get(seq_id, -1)) < 0:
-            return  # it left while the step that sampled this token was in flight
-        if self._lens[row] < self._tokens.shape[1]:  # the very last token of max_model_len is never fed back
-            self._tokens[row, self._lens[row]] = token_id
-        self._lens[row] += 1
+    def append(self, seq_ids: Sequence[int], tokens: np.ndarray) -> None:
+        """tokens [sequences, steps]. Those of a sequence that left while they were sampled are dropped, and the very
+        last of max_model_len is counted but not stored: it is never fed."""
+        rows = np.array([self._rows.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
+        tokens, rows = tokens[rows >= 0], rows[rows >= 0]
+        places = self._lens[rows][:, None] + np.arange(tokens.shape[1])
+        line, column = np.nonzero(places < self._tokens.shape[1])
+        self._tokens[rows[line], places[line, column]] = tokens[line, column]
+        self._lens[rows] += tokens.shape[1]

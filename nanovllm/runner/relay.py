@@ -21,14 +21,14 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.layers.attention import KVCache, Rope, Step
-from nanovllm.models.transformer import DecoderLayer, Transformer
+from nanovllm.hardware.graphs import Capture
+from nanovllm.layers.attention import KVCache, Step
+from nanovllm.models.transformer import Transformer
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.moe.offload import Offload
 from nanovllm.moe.offloaded import OffloadedExperts
 
 RELAY_SIZES = (1, 2, 4)  # with more sequences nearly every layer misses something, and copies take all the time
-Capture = Callable[[Callable[[], None]], Callable[[], None]]  # function -> what replays it
 
 
 def relays(model: Transformer, num_tokens: int) -> bool:
@@ -64,20 +64,20 @@ class Relay:
     ) -> None:  # fmt: skip
         """`sample(hidden)` takes the last hidden states to tokens and advances the state. `pin`: lock host memory."""
         self._model, self._step, self._ops, self._pin = model, step, model.ops, pin
-        layers = list(zip(model.layers, caches))
-        ends = [i for i, (layer, _) in enumerate(layers) if isinstance(layer.mlp, MoeLayer)]
-        first = layers[ends[0]][0].mlp
+        self._caches = caches
+        ends = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoeLayer)]
+        first = model.layers[ends[0]].mlp
         self._offload: Offload = first.experts.offload
-        self._experts = [layers[end][0].mlp.experts for end in ends]
+        self._experts = [model.layers[end].mlp.experts for end in ends]
         sizes, rows = [layout.out_size for layout in self._offload.shape.layouts], len(step.token_ids) * first.top_k
         memory = torch.zeros(rows * max(sizes), dtype=model.embed.weight.dtype, device=model.embed.weight.device)
         self._pairs = [memory[: rows * size].view(-1, first.top_k, size) for size in sizes]  # of each sparse layer
         self._pieces: list[Piece] = []
         begin = 0
         for end in ends:
-            self._pieces.append(self._make_piece(layers[begin : end + 1], capture))
+            self._pieces.append(self._make_piece(range(begin, end), end, capture))
             begin = end + 1
-        self._finish_step = capture(lambda: self._last(layers[begin:], sample))
+        self._finish_step = capture(lambda: self._last(range(begin, len(caches)), sample))
 
     def run(self) -> None:
         """One token for each sequence. Where a layer missed nothing, the next is asked first, and what there is to note
@@ -105,15 +105,15 @@ class Relay:
         if piece is not None and piece.said.answer is not None:
             self._offload.take_note(piece.layer, piece.said.z, piece.said.ids, piece.said.answer.numpy())
 
-    def _make_piece(self, layers: list[tuple[DecoderLayer, KVCache]], capture: Capture) -> Piece:
+    def _make_piece(self, dense: range, end: int, capture: Capture) -> Piece:
+        """Dense layers, and the sparse one at `end` up to its experts."""
         number, offload, said = len(self._pieces), self._offload, Said()
+        sparse = self._model.layers[end]
 
         def ask() -> None:
-            x, residual, rope = self._enter(number)
-            for layer, cache in layers[:-1]:
-                x, residual = layer(x, residual, rope, self._step, cache)
-            sparse, cache = layers[-1]
-            x, said.residual = sparse.attend(x, residual, rope, self._step, cache)
+            x, residual = self._enter(number)
+            x, residual = self._model.through(dense, x, residual, self._step, self._caches)
+            x, said.residual = sparse.attend(x, residual, self._model.rope(self._step), self._step, self._caches[end])
             said.ids, said.weights = sparse.mlp.route(x)
             said.z = sparse.mlp.experts.enter(x)
             question = offload.question(number, x, said.ids, said.weights, said.z)
@@ -126,18 +126,15 @@ class Relay:
 
         return Piece(number, capture(ask), capture(start), said)
 
-    def _enter(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, Rope]:
-        """Input, residual stream and rope of piece `number` (the last: as many as there are sparse layers)."""
-        rope = Rope(*self._ops.rope_inputs(self._model.cos_sin, self._step.positions))
+    def _enter(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Input and residual stream of piece `number` (the last: as many as there are sparse layers)."""
         if number == 0:
-            return self._model.embed(self._step.token_ids), None, rope
+            return self._model.embed(self._step.token_ids), None
         last = number - 1
         x = self._experts[last].leave(self._ops.sum_pairs(self._pairs[last]))
-        return x, self._pieces[last].said.residual, rope
+        return x, self._pieces[last].said.residual
 
-    def _last(self, layers: list[tuple[DecoderLayer, KVCache]], sample: Callable[[torch.Tensor], None]) -> None:
-        x, residual, rope = self._enter(len(self._pieces))
-        for layer, cache in layers:
-            x, residual = layer(x, residual, rope, self._step, cache)
-        assert residual is not None
+    def _last(self, dense: range, sample: Callable[[torch.Tensor], None]) -> None:
+        x, residual = self._enter(len(self._pieces))
+        x, residual = self._model.through(dense, x, residual, self._step, self._caches)
         sample(self._model.last_norm(x, residual, self._step))

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.executor.contract import Executor
-from nanovllm.executor.local import LocalExecutor
-from nanovllm.executor.multiprocess import MultiprocessExecutor
-from nanovllm.executor.torchrun import Place, TorchrunExecutor
 from nanovllm.hardware.device import Device
+from nanovllm.ranks.contract import Executor
+from nanovllm.ranks.local import LocalExecutor
+from nanovllm.ranks.multiprocess import MultiprocessExecutor
+from nanovllm.ranks.torchrun import Place, TorchrunExecutor
 
 MakeExecutor = Callable[..., Executor]  # (config, model_config, checkpoint, device, limits)
 
@@ -33,7 +33,7 @@ def choose_executor(config: EngineConfig) -> tuple[MakeExecutor, Device]:
             )
         return LocalExecutor, Device.choose(config.device)
     if name == "ray":
-        from nanovllm.executor.ray_cluster import RayExecutor
+        from nanovllm.ranks.ray_cluster import RayExecutor
 
         return RayExecutor, Device.choose(config.device)
     if name == "torchrun":

@@ -23,18 +23,18 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineDeadError
-from nanovllm.executor.faults import FAILED, GRACE_SECONDS, LOST, STARTUP_SECONDS, Report, collect_reports, name_cause
-from nanovllm.executor.kv_cache import CacheLayout
-from nanovllm.executor.limits import StepLimits
-from nanovllm.executor.local import ALONE
-from nanovllm.executor.model_runner import InFlight
-from nanovllm.executor.several import check_sizes, options_for
-from nanovllm.executor.wire import encode_plan
-from nanovllm.executor.worker import Follower, open_executor
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import LOOPBACK, connect, limit_waiting, open_store
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.cache import ExpertStats
+from nanovllm.ranks.faults import FAILED, GRACE_SECONDS, LOST, STARTUP_SECONDS, Report, collect_reports, name_cause
+from nanovllm.ranks.local import ALONE
+from nanovllm.ranks.several import check_sizes, options_for
+from nanovllm.ranks.wire import encode_plan
+from nanovllm.ranks.worker import Follower, open_executor
+from nanovllm.runner.kv_cache import CacheLayout
+from nanovllm.runner.limits import StepLimits
+from nanovllm.runner.model_runner import InFlight
 from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.weights.checkpoint import Checkpoint
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanovllm.executor.decode_graphs import bucket_sizes
-from nanovllm.executor.input_batch import InputBatch
-from nanovllm.executor.mixed_graphs import MAX_ENTRIES, MixedInputs
+from nanovllm.runner.captured_steps import MAX_ENTRIES
+from nanovllm.runner.decode_loop import bucket_sizes
+from nanovllm.runner.input_batch import InputBatch
+from nanovllm.runner.step import StepInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 
@@ -35,18 +36,18 @@ def test_arrays_of_a_mixed_step() -> None:
         PlanEntry(9, 0, 2, 0, (2,), False),  # the first two tokens of a prompt of 6
     )
     batch.apply(StepPlan(1, entries, (arrival(7, *range(10, 15)), arrival(9, *range(20, 26)))))
-    arrays = batch.arrays(entries)
-    assert arrays.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21]
+    arrays = batch.inputs(entries)
+    assert arrays.tokens.tolist() == [10, 11, 12, 13, 14, 20, 21]
     assert arrays.positions.tolist() == [0, 1, 2, 3, 4, 0, 1]
     assert arrays.slots.tolist() == [12, 13, 14, 15, 4, 8, 9]
     assert arrays.query_starts.tolist() == [0, 5, 7]
     assert arrays.context_lens.tolist() == [5, 2]
     assert arrays.block_tables[0, :2].tolist() == [3, 1]
-    batch.append(7, 99)
+    batch.append([7], np.array([[99]]))
     later = (PlanEntry(7, 5, 1, 2, (), True),)
     batch.apply(StepPlan(2, later))
-    assert batch.arrays(later).token_ids.tolist() == [99]
-    assert batch.arrays(later).slots.tolist() == [5]
+    assert batch.inputs(later).tokens.tolist() == [99]
+    assert batch.inputs(later).slots.tolist() == [5]
 
 
 def test_tokens_still_in_flight_are_unknown() -> None:
@@ -54,7 +55,7 @@ def test_tokens_still_in_flight_are_unknown() -> None:
     batch.apply(StepPlan(1, (PlanEntry(1, 0, 3, 0, (0,), True),), (arrival(1, 5, 6, 7),)))
     rows = np.array([batch.row(1)] * 2)
     assert batch.known_tokens(rows, np.array([2, 3])).tolist() == [7, -1]
-    batch.append(1, 8)
+    batch.append([1], np.array([[8]]))
     assert batch.known_tokens(rows, np.array([2, 3])).tolist() == [7, 8]
 
 
@@ -62,7 +63,7 @@ def test_rows_are_reused_and_late_tokens_of_who_left_are_dropped() -> None:
     batch = InputBatch(1, 8, 4)
     batch.apply(StepPlan(1, (PlanEntry(1, 0, 2, 0, (0,), True),), (arrival(1, 5, 6),)))
     batch.apply(StepPlan(2, (PlanEntry(2, 0, 1, 0, (1,), True),), (arrival(2, 9),), departures=(1,)))
-    batch.append(1, 77)  # sampled for sequence 1 by a step that was in flight when it left
+    batch.append([1], np.array([[77]]))  # sampled for sequence 1 by a step that was in flight when it left
     assert batch.tokens(2).tolist() == [9]
     batch.apply(StepPlan(3, (), (), departures=(1, 2, 12345)))  # unknown ids are fine: a failed plan repeats them
     batch.apply(StepPlan(4, (PlanEntry(3, 0, 1, 0, (0,), True),), (arrival(3, 4),)))
@@ -72,19 +73,19 @@ def test_rows_are_reused_and_late_tokens_of_who_left_are_dropped() -> None:
 def test_the_last_token_of_a_full_sequence_is_not_stored() -> None:
     batch = InputBatch(1, 4, 4)
     batch.apply(StepPlan(1, (PlanEntry(1, 0, 4, 0, (0,), True),), (arrival(1, 1, 2, 3, 4),)))
-    batch.append(1, 5)
+    batch.append([1], np.array([[5]]))
     assert batch.tokens(1).tolist() == [1, 2, 3, 4]
 
 
 def test_padding_of_a_mixed_step_touches_nothing() -> None:
     """Padded tokens store nowhere, padded entries own no tokens, padded samples go to the spare row."""
     int64, int32 = np.int64, np.int32
-    inputs = MixedInputs(
+    inputs = StepInputs(
         np.array([4, -1, 6], int64), np.array([0, 1, 0], int64), np.array([0, 8, 1], int64), np.array([3, 9, 4], int64),
         np.array([0, 1, 3], int32), np.array([9, 2], int32), np.array([[5, 6], [7, 0]], int32),
         np.array([0, 2], int64), np.array([1, 0], int32),
     )  # fmt: skip
-    padded = inputs.padded(num_tokens=8, num_blocks=3, spare_row=4)
+    padded = inputs.padded(num_tokens=8, num_entries=MAX_ENTRIES, num_blocks=3, spare_row=4)
     tokens, _, _, slots, starts, lens, tables, logit_rows, rows = padded
     assert tokens.tolist() == [4, -1, 6, 0, 0, 0, 0, 0]
     assert slots.tolist() == [3, 9, 4, -1, -1, -1, -1, -1]

@@ -15,11 +15,6 @@ import torch
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
-from nanovllm.executor.expert_memory import check_expert_ranks
-from nanovllm.executor.faults import Alarm, Report, collect_reports, name_cause
-from nanovllm.executor.limits import StepLimits
-from nanovllm.executor.local import ALONE, LocalExecutor
-from nanovllm.executor.model_runner import InFlight
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel, disconnect, give_up, limit_waiting
 from nanovllm.layers.build import Build
@@ -27,6 +22,11 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts
 from nanovllm.ops.opset import PLAIN
+from nanovllm.ranks.faults import Alarm, Report, collect_reports, name_cause
+from nanovllm.ranks.local import ALONE, LocalExecutor
+from nanovllm.runner.expert_memory import check_expert_ranks
+from nanovllm.runner.limits import StepLimits
+from nanovllm.runner.model_runner import InFlight
 from nanovllm.scheduling.plan import StepPlan, StepResult
 
 T = TypeVar("T")

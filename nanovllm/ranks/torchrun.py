@@ -27,14 +27,14 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineDeadError, NanoVLLMError
-from nanovllm.executor.faults import GRACE_SECONDS, STARTUP_SECONDS, Report
-from nanovllm.executor.limits import StepLimits
-from nanovllm.executor.local import ALONE, LocalExecutor
-from nanovllm.executor.several import SeveralRanks, check_sizes
-from nanovllm.executor.wire import encode_plan
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import LOOPBACK, Parallel, connect, own_address
 from nanovllm.model_config import ModelConfig
+from nanovllm.ranks.faults import GRACE_SECONDS, STARTUP_SECONDS, Report
+from nanovllm.ranks.local import ALONE, LocalExecutor
+from nanovllm.ranks.several import SeveralRanks, check_sizes
+from nanovllm.ranks.wire import encode_plan
+from nanovllm.runner.limits import StepLimits
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 

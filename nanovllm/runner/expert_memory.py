@@ -22,7 +22,6 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.executor.limits import StepLimits
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import available_host_bytes
@@ -31,6 +30,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.offload import Offload, OffloadOptions
 from nanovllm.moe.sizing import GIB, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
+from nanovllm.runner.limits import StepLimits
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_layout import ExpertLayout
 

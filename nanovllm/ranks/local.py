@@ -1,0 +1,148 @@
+"""LocalExecutor: the model in this process: alone, without a process group, or one rank of several.
+
+`launch(plan)` starts a step and returns an InFlight; `InFlight.result()` waits for it. On the CPU the work is done
+inside `launch`; the contract is the one that overlapping devices and other processes need.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import EngineDeadError
+from nanovllm.hardware.device import Device, keep_for_ever
+from nanovllm.hardware.parallel import Parallel
+from nanovllm.model_config import ModelConfig
+from nanovllm.moe.cache import ExpertStats
+from nanovllm.moe.offload import Offload
+from nanovllm.runner.build import Blueprint, build_model, logged
+from nanovllm.runner.expert_memory import card_bytes
+from nanovllm.runner.limits import StepLimits
+from nanovllm.runner.memory import fit_cache
+from nanovllm.runner.model_runner import InFlight
+from nanovllm.scheduling.plan import StepPlan
+from nanovllm.weights.checkpoint import Checkpoint
+
+GPU_DECODE_STEPS = 8
+ALONE = Parallel()
+T = TypeVar("T")
+
+
+class LocalExecutor:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
+        limits: StepLimits, parallel: Parallel = ALONE,
+    ) -> None:  # fmt: skip
+        """`parallel`: this process's place among the ranks, if there are others (multiprocess.py)."""
+        self.device = device
+        self.offload: Offload | None = None
+        self.blueprint = Blueprint.draw(config, model_config, checkpoint, device, limits, parallel)
+        self.parallel, self.dtype = self.blueprint.parallel, self.blueprint.dtype
+        self.selection, self.low_rank = self.blueprint.selection, self.blueprint.low_rank
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        config = self.blueprint.config
+        if self.device.is_gpu and config.gpu_memory_gb is not None:
+            self.device.limit_memory(card_bytes(config, self.device))
+        model = build_model(self.blueprint, self._own)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        with logged("memory of the largest step measured"):
+            self.layout = fit_cache(self.blueprint, model)
+        if self.offload is not None:
+            self.offload.forget()  # the step that was tried says nothing about which experts will be wanted
+        with logged("cache allocated and graphs captured"):
+            self.runner = self.blueprint.make_runner(model, self.layout)
+            if not config.enforce_eager:
+                self.runner.capture()
+            self.runner.warm_up()
+
+    def _own(self, offload: Offload) -> None:
+        self.offload = offload
+
+    @property
+    def overlap(self) -> int:
+        """How many plans may be launched before the first is committed. With offloaded experts the host takes part in
+        every layer, so there is nothing to plan ahead of."""
+        return self.runner.overlap if self.offload is None else 1
+
+    @property
+    def decode_steps(self) -> int:
+        """Tokens between two looks of the scheduler, for who does not say: a GPU's host must not be asked for each, but
+        where a token takes long, nobody should wait for eight."""
+        return GPU_DECODE_STEPS if self.device.is_gpu and self.offload is None else 1
+
+    def expert_stats(self) -> ExpertStats | None:
+        """Cumulative; None unless experts are offloaded."""
+        return None if self.offload is None else self.offload.stats()
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        flight = self._guard(lambda: self.runner.launch(plan))
+        return InFlight(lambda: self._guard(flight.result))
+
+    def _guard(self, function: Callable[[], T]) -> T:
+        """A step fails alone, unless the card is lost with it. With other ranks any failure ends the engine, and what
+        runs on the card may wait for them, so the card is not tried (several.py)."""
+        try:
+            return function()
+        except Exception as error:
+            if self.parallel.size == 1 and self.device.is_lost():
+                keep_for_ever(self.runner)
+                raise EngineDeadError(
+                    f"the GPU can no longer be used by this process ({type(error).__name__}: {error}); start a new one"
+                ) from error
+            raise
+
+    def check(self) -> None:
+        """While nothing is computed nothing fails here: a lost card is found by the step that loses it."""
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def close(self) -> None:
+        try:
+            self._free()
+        except RuntimeError:
+            if not self.device.is_lost():  # what a lost card holds is free when the process ends
+                raise
+
+    def _free(self) -> None:
+        if self.offload is not None:
+            self.offload.close()
+            self.offload = None
+        if hasattr(self, "runner"):
+            del self.runner
+            if self.device.is_gpu:
+                gc.collect()  # captured graphs and their buffers refer to each other; the memory must be free *now*
+        self.device.release_cached()
+        self.device.limit_memory(None)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "device": self.device.name,
+            "architecture": self.device.architecture,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn_backend": self.selection.backend.name,
+            "attn_reasons": dict(self.selection.reasons),
+            "kv_block_size": self.layout.block_size,
+            "kv_blocks": self.layout.num_blocks,
+            "kv_bytes": self.layout.num_bytes,
+            **self._describe_experts(),
+        }
+
+    def _describe_experts(self) -> dict[str, Any]:
+        """Nothing of experts that are as the model has them, on the device."""
+        experts: dict[str, Any] = {} if self.offload is None else self.offload.describe()
+        if self.parallel.expert_size > 1:
+            experts = {"placement": "resident", "spread_over": self.parallel.expert_size}
+        if self.low_rank is not None:
+            experts = {"placement": "resident", **experts, **self.low_rank.describe()}
+        return {"experts": experts} if experts else {}
+
+

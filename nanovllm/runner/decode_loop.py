@@ -1,0 +1,180 @@
+"""DecodeLoop: a decode step whose results are the inputs of the next, captured once per batch size, replayed k times.
+
+Launching a decode step's 300 kernels from Python takes longer than running them, so the launches are recorded once and
+replayed by the driver. What a graph reads must stay at fixed addresses: the `Lanes` below, which `begin` fills on
+every visit of the host, and which the graph itself advances from token to token. Buckets are fine (1, 2, 4, then every
+8), because as sequences end, padding would otherwise dominate; all graphs share one memory pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from nanovllm.hardware.graphs import Capture
+from nanovllm.hardware.staging import Transfers
+from nanovllm.layers.attention import KVCache, Step
+from nanovllm.models.transformer import Transformer
+from nanovllm.runner.input_batch import InputBatch
+from nanovllm.runner.relay import Relay, relays
+from nanovllm.runner.step import Bounds, Draw, StepOutput, draw_from, step_of
+from nanovllm.scheduling.plan import PlanEntry, StepPlan
+
+MAX_STEPS = 64  # most replays between two visits (EngineConfig.decode_steps is bounded by it)
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, then multiples of 8; the last covers max_num_seqs whatever it is."""
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
+    sizes += list(range(8, max_num_seqs, 8))
+    return [*sizes, max_num_seqs]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    rows: torch.Tensor  # int32 [lanes]: the sequence's row, -1 = padding
+    tokens: torch.Tensor  # int64 [lanes]
+    positions: torch.Tensor  # int64
+    context_lens: torch.Tensor  # int32, 0 = padding
+    slots: torch.Tensor  # int64, -1 = padding
+    block_tables: torch.Tensor  # int32 [lanes, most blocks]
+    out: torch.Tensor  # int64 [lanes, MAX_STEPS]: what each replay sampled
+    step: torch.Tensor  # int32 [1]: replays since the visit began
+
+    @classmethod
+    def allocate(cls, num_lanes: int, num_blocks: int, device: torch.device) -> Lanes:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            zeros(num_lanes, dtype=torch.int32) - 1, zeros(num_lanes), zeros(num_lanes),
+            zeros(num_lanes, dtype=torch.int32), zeros(num_lanes) - 1,
+            zeros(num_lanes, num_blocks, dtype=torch.int32), zeros(num_lanes, MAX_STEPS), zeros(1, dtype=torch.int32),
+        )  # fmt: skip
+
+    def first(self, count: int) -> Lanes:
+        parts = (self.rows, self.tokens, self.positions, self.context_lens, self.slots, self.block_tables, self.out)
+        return Lanes(*(part[:count] for part in parts), self.step)
+
+
+class DecodeLoop:
+    def __init__(
+        self, model: Transformer, caches: list[KVCache], batch: InputBatch, row_tokens: torch.Tensor,
+        max_model_len: int, transfers: Transfers, draw: Draw,
+    ) -> None:  # fmt: skip
+        """`row_tokens`: the newest token of every row, and one of padding."""
+        self._model, self._caches, self._draw = model, caches, draw
+        self._batch = batch
+        self._transfers = transfers
+        self._max_model_len = max_model_len
+        max_num_seqs, num_blocks = len(row_tokens) - 1, -(-max_model_len // batch.block_size)
+        device = transfers.device
+        self._row_tokens = row_tokens
+        self._row_tables = torch.zeros(max_num_seqs, num_blocks, dtype=torch.int32, device=device)
+        self._changed_rows: dict[int, None] = {}  # rows whose block table on the device is behind
+        self.sizes = bucket_sizes(max_num_seqs)
+        self._lanes = Lanes.allocate(max_num_seqs, num_blocks, device)
+        self._arange = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._newest: dict[int, StepOutput] = {}  # what the newest replay of a size left
+        self._replays: dict[int, Callable[[], None]] = {size: partial(self._compute, size) for size in self.sizes}
+
+    def capture(self, capture: Capture) -> None:
+        """Largest first: its memory then serves all others. A size that cannot be captured is called."""
+        for size in reversed(self.sizes):
+            if self._model.graph_safe:
+                self._replays[size] = capture(partial(self._compute, size))
+            elif relays(self._model, size):
+                sample = partial(self._sample, size)
+                self._replays[size] = Relay(self._model, self._caches, self._step(size), sample, capture, pin=True).run
+
+    def compute_each(self) -> None:
+        for size in self.sizes:
+            self._compute(size)
+
+    @contextlib.contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Kernel by kernel, as it was before the capture: for who wants to look inside a step."""
+        captured, self._replays = self._replays, {size: partial(self._compute, size) for size in self.sizes}
+        try:
+            yield
+        finally:
+            self._replays = captured
+
+    def apply(self, plan: StepPlan) -> None:
+        for entry in plan.entries:
+            if entry.block_ids:
+                self._changed_rows[self._batch.row(entry.seq_id)] = None
+
+    def reset(self) -> None:
+        self._changed_rows.clear()
+
+    def begin(self, entries: Sequence[PlanEntry], num_steps: int) -> Lanes:
+        """Point the lanes of a graph at the sequences of a plan; one upload."""
+        from nanovllm.ops.triton.lanes import begin
+
+        count = len(entries)
+        size = next(size for size in self.sizes if size >= count)
+        rows = np.full(size, -1, dtype=np.int32)
+        rows[:count] = self._batch.rows(entries)
+        positions = np.zeros(size, dtype=np.int32)
+        positions[:count] = [entry.start for entry in entries]
+        tokens = np.full(size, -1, dtype=np.int32)
+        tokens[:count] = self._batch.known_tokens(rows[:count], positions[:count])
+        num_blocks = (int(positions.max()) + num_steps) // self._batch.block_size + 1
+        num_blocks = min(num_blocks, self._row_tables.shape[1])
+        changed = list(self._changed_rows)
+        self._changed_rows.clear()
+        tables = self._batch.block_table_rows(changed, num_blocks)
+        d_rows, d_tokens, d_positions, d_changed, d_tables = self._transfers.send(
+            [rows, tokens, positions, np.array(changed, dtype=np.int64), tables]
+        )
+        lanes = self._lanes.first(size)
+        lanes.rows.copy_(d_rows)
+        lanes.step.zero_()
+        if changed:
+            self._row_tables[:, :num_blocks].index_copy_(0, d_changed, d_tables)
+        begin(
+            lanes.rows, d_tokens, d_positions, (self._row_tokens, self._row_tables),
+            (lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables),
+            self._batch.block_size, num_blocks,
+        )  # fmt: skip
+        return lanes
+
+    def run(self, lanes: Lanes, num_steps: int, after_step: Callable[[StepOutput], None] | None) -> None:
+        size = len(lanes.rows)
+        for _ in range(num_steps):
+            self._replays[size]()
+            if after_step is not None:
+                after_step(self._newest[size])
+
+    def end(self, lanes: Lanes) -> None:
+        """Keep the newest tokens by row: the next visit may begin before the host knows them."""
+        from nanovllm.ops.triton.lanes import keep_tokens
+
+        keep_tokens(lanes.rows, lanes.tokens, self._row_tokens)
+
+    def _compute(self, size: int) -> None:
+        self._sample(size, self._model(self._step(size), self._caches))
+
+    def _step(self, size: int) -> Step:
+        lanes = self._lanes.first(size)
+        return step_of(
+            lanes.tokens, lanes.positions, lanes.slots, self._arange[: size + 1], lanes.context_lens,
+            lanes.block_tables, None, Bounds(size, self._max_model_len),
+        )  # fmt: skip
+
+    def _sample(self, size: int, hidden: torch.Tensor) -> None:
+        from nanovllm.ops.triton.decode_state import advance
+
+        lanes = self._lanes.first(size)
+        # The token being drawn stands one position after the one just fed.
+        out = self._newest[size] = draw_from(self._model, hidden, lanes.rows, lanes.context_lens, self._draw)
+        advance(
+            out.drawn.tokens, lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables,
+            lanes.out, lanes.step, self._batch.block_size,
+        )  # fmt: skip

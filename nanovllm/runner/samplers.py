@@ -1,0 +1,126 @@
+"""Who draws the tokens of a step: kernels that read parameters from device memory, or the plain sampler.
+
+Both are functions of logits and rows (step.py: `Draw`), and both give the same tokens. The plain one knows them at
+once, because it looks at the sequence's tokens to make the next; the kernels keep what they need on the device, so a
+step can be queued before the tokens of the last are known. With a grammar the host must know them in either case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from nanovllm.hardware.staging import Transfers
+from nanovllm.runner.input_batch import InputBatch
+from nanovllm.runner.reports import Wanted
+from nanovllm.sampling.device_rows import DeviceRows
+from nanovllm.sampling.rows import TokenLogprobs
+from nanovllm.sampling.sampler import sample
+from nanovllm.sampling.structured import Grammar
+from nanovllm.scheduling.plan import Arrival, PlanEntry
+
+
+class StepReports(Protocol):
+    """The logprobs that the sequences of a plan ask for."""
+
+    after_step: Callable[[Any], None] | None  # gets the StepOutput of each step, before the next one overwrites it
+
+    def start(self) -> None:
+        """Every step is queued."""
+        ...
+
+    def read(self, tokens: np.ndarray) -> list[list[TokenLogprobs | None]] | None: ...
+
+
+class StepSampler(Protocol):
+    def arrive(self, arrivals: Sequence[Arrival]) -> None: ...
+
+    def needs_tokens(self, entries: Sequence[PlanEntry]) -> bool:
+        """Whether a step must have ended before the next is begun."""
+        ...
+
+    def before_step(self, entries: Sequence[PlanEntry]) -> None: ...
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Any: ...
+
+    def reports(self, entries: Sequence[PlanEntry]) -> StepReports: ...
+
+
+@dataclass(frozen=True)
+class HostDrawn:
+    tokens: torch.Tensor
+    logprobs: list[TokenLogprobs | None]
+
+
+class HostReports:
+    def __init__(self) -> None:
+        self._steps: list[list[TokenLogprobs | None]] = []
+
+    def after_step(self, out: Any) -> None:
+        self._steps.append(out.drawn.logprobs)
+
+    def start(self) -> None: ...
+
+    def read(self, tokens: np.ndarray) -> list[list[TokenLogprobs | None]] | None:
+        return [list(row) for row in zip(*self._steps)]
+
+
+class HostSampler:
+    def __init__(self, batch: InputBatch) -> None:
+        self._batch = batch
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> None: ...
+
+    def needs_tokens(self, entries: Sequence[PlanEntry]) -> bool:
+        return True
+
+    def before_step(self, entries: Sequence[PlanEntry]) -> None: ...
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> HostDrawn:
+        drawn = sample(logits, [self._batch.sampling_row(row) for row in rows.tolist()])
+        return HostDrawn(torch.tensor(drawn.token_ids, dtype=torch.int64).to(logits.device), drawn.logprobs)
+
+    def reports(self, entries: Sequence[PlanEntry]) -> HostReports:
+        return HostReports()
+
+
+class DeviceSampler:
+    def __init__(self, batch: InputBatch, num_rows: int, vocab_size: int, transfers: Transfers) -> None:
+        self._batch = batch
+        self._vocab_size = vocab_size
+        self._transfers = transfers
+        self._rows = DeviceRows(num_rows, vocab_size, transfers.device)
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> None:
+        rows = [self._batch.row(arrival.seq_id) for arrival in arrivals]
+        self._rows.fill({row: self._batch.sampling_row(row) for row in rows}, self._transfers.send)
+
+    def needs_tokens(self, entries: Sequence[PlanEntry]) -> bool:
+        return any(self._grammar(entry) for entry in entries)
+
+    def before_step(self, entries: Sequence[PlanEntry]) -> None:
+        """Upload which tokens the grammars allow next."""
+        masks = {}
+        for entry in entries:
+            if (grammar := self._grammar(entry)) is not None:
+                row = self._batch.row(entry.seq_id)
+                masks[row] = grammar.words(self._batch.sampling_row(row).output_ids, self._vocab_size)
+        if masks:
+            self._rows.send_masks(masks, self._transfers.send)
+
+    def _grammar(self, entry: PlanEntry) -> Grammar | None:
+        found = self._batch.arrival(entry.seq_id).params.structured_outputs
+        return found if isinstance(found, Grammar) else None
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Any:
+        from nanovllm.ops.triton.sampling import draw
+
+        return draw(logits, rows, positions, self._rows.state)
+
+    def reports(self, entries: Sequence[PlanEntry]) -> Wanted:
+        num_tops = [self._batch.arrival(entry.seq_id).params.logprobs for entry in entries]
+        return Wanted(num_tops, self._rows.state, self._transfers)
