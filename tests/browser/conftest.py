@@ -55,9 +55,11 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Watched]]:
     """open_page(url, **options of a browser context) -> the page, started. Each has a browser profile of its own."""
     opened: list[Watched] = []
 
-    def get(url: str, started: bool = True, **options: Any) -> Watched:
+    def get(url: str, started: bool = True, tour: bool = False, **options: Any) -> Watched:
         context = chromium.new_context(**{"locale": "en-US", "viewport": {"width": 1280, "height": 800}, **options})
         context.set_default_timeout(20_000)
+        if not tour:  # it would lie over what other tests click
+            context.add_init_script("""localStorage.setItem("nanovllm.tour", '"seen"')""")
         opened.append(Watched(context.new_page(), urlsplit(url).netloc))
         opened[-1].open(url, started)
         return opened[-1]
