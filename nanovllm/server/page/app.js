@@ -63,10 +63,10 @@ async function main() {
   onKeyNeeded(askForKey);
   const info = await facts();
   document.getElementById("model").textContent = info.model ?? "";
-  const chat = new Chat(views.chat);
+  const chat = new Chat(views.chat, info);
   const engine = new Engine(views.engine, new Colors(), info);
   new PausedBanner(document.getElementById("paused"), engine, info);
-  window.nanovllm = { engine, info };  // for the curious, and for the tests
+  window.nanovllm = { chat, engine, info };  // for the curious, and for the tests
 
   const repaint = () => {
     translate(document);

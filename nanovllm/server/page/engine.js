@@ -4,8 +4,7 @@
 // second cost a thousand small updates and sixty drawings.
 
 import { json, call } from "./api.js";
-import { ConvoyBars } from "./convoy.js";
-import { convoy, prefix, work } from "./demos.js";
+import { Controls } from "./controls.js";
 import { Explain } from "./explain.js";
 import { Live, Recording, parseTrace } from "./feed.js";
 import { Grid } from "./grid.js";
@@ -34,9 +33,9 @@ export class Engine {
     this.strip = new Strip(root.querySelector(".card.strip"), colors, this.explain, onHover);
     this.timeline = new Timeline(this.find("timeline"), colors, this.explain, onHover);
     this.queues = new Queues(root, colors, this.explain, { onHover, onChoose });
-    this.bars = new ConvoyBars(this.find("bars"));
+    this.controls = new Controls(root, this);
     this.player = new Player(root, () => this.backToLive());
-    this.tour = new Tour(root, { onWork: () => this.guarded(() => this.work()) });
+    this.tour = new Tour(root, { onWork: () => this.controls.guarded(() => this.controls.work()) });
     this.plots = new Plots(root, colors);
     this.history = new History();
     this.live = new Live({
@@ -89,7 +88,7 @@ export class Engine {
   /** When the tab is first looked at: until then this page takes nobody's place among the watchers. */
   async start() {
     if (this.info.replay) {
-      await this.guarded(async () => this.record(await (await call("engine/trace")).text(), this.info.file ?? ""));
+      await this.controls.guarded(async () => this.record(await (await call("engine/trace")).text(), this.info.file ?? ""));
     } else if (this.info.events) {
       this.begin(this.info);
       this.live.start();
@@ -114,7 +113,7 @@ export class Engine {
     try {
       trace = parseTrace(text);
     } catch (error) {
-      this.say(t("error.trace", { name, why: error.message }), true);
+      this.controls.say(t("error.trace", { name, why: error.message }), true);
       return;
     }
     this.live.stop();
@@ -123,7 +122,7 @@ export class Engine {
     this.begin(trace.header);
     this.recording = new Recording(trace, this);
     this.player.show(this.recording);
-    this.say(name);
+    this.controls.say(name);
     this.refresh();
   }
 
@@ -131,7 +130,7 @@ export class Engine {
     this.recording = null;
     this.player.show(null);
     this.colors.forget();
-    this.say("");
+    this.controls.say("");
     this.begin(this.info);
     this.live.start();
     this.refresh();
@@ -139,27 +138,15 @@ export class Engine {
 
   setFeed(state, why) {
     this.feedState = state;
-    if (why) this.say(why, true);
-    else if (this.find("message").classList.contains("bad")) this.say("");
+    if (why) this.controls.say(why, true);
+    else this.controls.unsay();
     this.refresh();
   }
 
-  // ---- controls ---------------------------------------------------------------------------------------------------
+  // ---- buttons and files ------------------------------------------------------------------------------------------
 
   wire() {
-    const click = (role, action) => this.find(role).addEventListener("click", () => this.guarded(action));
-    const control = (action) => json("engine/control", { body: { action } });
-    click("pause", () => control(this.replay.paused ? "resume" : "pause"));
-    click("step", () => control("step"));
-    for (const button of this.root.querySelectorAll("[data-policy]")) {
-      button.addEventListener("click", () => this.guarded(async () => {
-        await json("engine/policy", { body: { policy: button.dataset.policy } });
-        this.say(t("convoy.why"));
-      }));
-    }
-    click("convoy", () => this.demo(convoy, this.bars));
-    click("prefix", () => this.demo(prefix));
-    click("work", () => this.work());
+    const click = (role, action) => this.find(role).addEventListener("click", action);
     click("zoom-in", () => this.grid.zoomBy(1.4));
     click("zoom-out", () => this.grid.zoomBy(1 / 1.4));
     click("follow", () => this.grid.setFollow(!this.grid.follows));
@@ -172,47 +159,6 @@ export class Engine {
     }
     // The board and not the tab: it also appears later than its tab does, when a recording has been read.
     new ResizeObserver(() => this.layout()).observe(this.find("on"));
-  }
-
-  async guarded(action) {
-    try {
-      await action();
-    } catch (error) {
-      this.say(error.message, true);
-    }
-    this.refresh();
-  }
-
-  async demo(run, extra) {
-    const buttons = [this.find("convoy"), this.find("prefix"), this.find("work")];
-    for (const button of buttons) button.disabled = true;
-    try {
-      await run(this.info, this.replay, (text) => this.say(text), extra);
-    } finally {
-      for (const button of buttons) button.disabled = false;
-    }
-  }
-
-  /** Sends some work, or ends what is under way. */
-  async work() {
-    if (this.working) return this.working.abort();
-    this.working = new AbortController();
-    this.refresh();
-    try {
-      await work(this.info, this.replay, (text) => this.say(text), this.working.signal);
-    } catch (error) {
-      if (error.name !== "AbortError") throw error;
-      this.say("");
-    } finally {
-      this.working = null;
-    }
-    return undefined;
-  }
-
-  say(text, bad = false) {
-    const message = this.find("message");
-    message.textContent = text;
-    message.classList.toggle("bad", bad);
   }
 
   // ---- state onto the screen --------------------------------------------------------------------------------------
@@ -236,7 +182,7 @@ export class Engine {
     for (const panel of [this.grid, this.map, this.strip, this.timeline, this.queues, this.plots]) panel.repaint();
     this.explain.translate();
     this.tour.translate();
-    this.bars.draw();
+    this.controls.bars.draw();
     drawLegend(this.root, this.colors);
     this.refresh();
   }
@@ -297,14 +243,7 @@ export class Engine {
       feed.dataset.state = state;
       feed.textContent = t(state);
     }
-    this.find("pause").textContent = t(replay.paused ? "ctl.resume" : "ctl.pause");
-    this.find("pause").dataset.x = replay.paused ? "resume" : "pause";
-    this.find("step").disabled = !replay.paused;
-    this.find("work").textContent = t(this.working ? "ctl.work.stop" : "ctl.work");
-    for (const button of this.root.querySelectorAll("[data-policy]")) {
-      button.setAttribute("aria-pressed", String(button.dataset.policy === replay.policyName));
-    }
-    this.find("order").textContent = t(`order.${replay.policyName === "sjf" ? "sjf" : "fcfs"}`);
+    this.controls.refresh(replay);
     const count = replay.numBlocks.toLocaleString();
     this.find("grid-facts").textContent = t("grid.facts", { count, size: replay.blockSize });
     this.find("step-count").textContent = replay.lastStep;
