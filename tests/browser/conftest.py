@@ -24,8 +24,8 @@ def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
-# Per module: while Playwright's loop lives, asyncio.run() of other tests in this thread would refuse to start.
-@pytest.fixture(scope="module")
+# For this folder: while Playwright's loop lives, asyncio.run() of other tests in this thread would refuse to start.
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     path = find_chromium()

@@ -105,7 +105,11 @@ def test_what_is_set_is_what_is_sent(page: Watched) -> None:
 
 def pretend(page: Watched, text: str) -> None:
     """The server's next answers say this."""
-    chunks = [{"choices": [{"index": 0, "delta": {"content": text[at : at + 7]}}]} for at in range(0, len(text), 7)]
+    deltas = [{"content": text[at : at + 7]} for at in range(0, len(text), 7)]
+    stream(page, *({"choices": [{"index": 0, "delta": delta}]} for delta in deltas))
+
+
+def stream(page: Watched, *chunks: dict[str, Any]) -> None:
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
@@ -160,7 +164,8 @@ def test_markdown_is_shown_and_html_is_not(page: Watched) -> None:
     assert text.locator("table td strong").inner_text() == "1"
     assert text.locator("td").nth(1).evaluate("e => getComputedStyle(e).textAlign") == "right"
     assert text.locator("pre code").inner_text() == 'if a < b: print("<b>")  # why'
-    colors = text.locator("pre code span").evaluate_all("all => all.map(e => [e.textContent, getComputedStyle(e).color])")
+    parts = text.locator("pre code span")
+    colors = parts.evaluate_all("all => all.map(e => [e.textContent, getComputedStyle(e).color])")
     assert {"if", '"<b>"', "# why"} <= {word for word, _ in colors}
     assert len({color for _, color in colors}) > 2
     links = {link.get_attribute("href"): link for link in text.locator("a").all()}

@@ -86,12 +86,17 @@ async function reason() {
   }
 }
 
+/** The browser's own words for a connection that broke are in no language of the page. */
+function broken(error) {
+  throw error.name === "AbortError" ? error : new ApiError(0, t("error.broken"));
+}
+
 /** Server-sent events of a response, one {event, data} at a time. Comment lines (keep-alive) are passed over. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(broken);
     if (done) return;
     const parts = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
     rest = parts.pop();

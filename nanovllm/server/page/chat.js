@@ -55,7 +55,12 @@ export class Chat {
     this.find("undo-do").addEventListener("click", () => this.undo());
     this.find("undo-close").addEventListener("click", () => this.remember(null));
     // A page that is closed in the middle of an answer keeps what it has of it.
-    addEventListener("pagehide", () => { if (this.aborter) this.conversation.keep(); });
+    // The browser then breaks the connection, which must not be stored as an error of the server.
+    addEventListener("pagehide", () => {
+      this.leaving = true;
+      if (this.aborter) this.conversation.keep();
+    });
+    addEventListener("pageshow", () => { this.leaving = false; });
   }
 
   /** The body of a request. What was not changed is not sent, so the server's own default holds. */
@@ -107,6 +112,7 @@ export class Chat {
       message.finish ??= "stop";
       if (message.finish === "length" && this.limit && total >= this.limit) this.setFull(message, "cut");
     } catch (error) {
+      if (this.leaving) return;
       // Closing the connection is how the server learns of it: it frees the blocks within one step.
       if (error.name === "AbortError") message.finish = "abort";
       else if (isFull(error)) this.setFull(message, "prompt");
@@ -245,6 +251,6 @@ function isFull(error) {
 function measure(tokens, began, first) {
   const now = performance.now();
   // The first token came with the prompt: the rate is that of the others.
-  const rate = tokens > 1 ? (1000 * (tokens - 1)) / (now - first) : 0;
+  const rate = tokens > 1 && now > first ? (1000 * (tokens - 1)) / (now - first) : 0;
   return { tokens, rate: rate < 100 ? rate.toFixed(1) : String(Math.round(rate)), first: Math.round(first - began) };
 }

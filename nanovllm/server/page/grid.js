@@ -30,7 +30,7 @@ export class Grid {
     this.zoom = 1;
     this.top = 0;                 // px scrolled
     this.follows = true;
-    this.moved = 0;               // when the window last moved by itself
+    this.moved = -Infinity;       // when the window last moved by itself
     this.highlight = null;
     this.cursor = null;           // the block the pointer or the keyboard is on
     this.flashes = new Map();     // block -> when
@@ -97,7 +97,7 @@ export class Grid {
     this.canvas.height = this.height * ratio;
     this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.top = this.box.scrollTop;
-    this.moved = 0;
+    this.moved = -Infinity;
     this.everything = true;
   }
 
@@ -138,7 +138,7 @@ export class Grid {
 
   setFollow(follows) {
     this.follows = follows;
-    this.moved = 0;
+    this.moved = -Infinity;
   }
 
   /** Over the rows with the most blocks in use, but only if that shows clearly more of them than now. */
@@ -172,7 +172,7 @@ export class Grid {
     if (this.resets !== replay.resets) {
       this.resets = replay.resets;
       this.everything = true;
-      this.moved = 0;
+      this.moved = -Infinity;
     }
     this.follow(now);
     for (const block of replay.evictions.splice(0)) flashes.set(block, now);

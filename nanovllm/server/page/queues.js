@@ -51,6 +51,7 @@ export class Queues {
       if (list.children[index] !== row.item) list.insertBefore(row.item, list.children[index] ?? null);
       this.update(row, seq);
     });
+    list.classList.toggle("more", list.scrollHeight > list.clientHeight + 1);
     const hidden = total - shown.length;
     list.dataset.note = hidden > 0 ? t("queue.more", { count: hidden }) : total ? "" : t("queue.none");
   }

@@ -12,7 +12,7 @@ export const EN = {
   "chat.stats": "{tokens} tokens · {rate} tokens/s · first after {first} ms", "chat.stopped": "stopped", "chat.cut": "reached max tokens",
   "chat.waiting": "waiting for the first token",
   "chat.copy": "Copy", "chat.copied": "Copied", "chat.copy.failed": "Not allowed", "chat.edit": "Edit", "chat.redo": "Regenerate", "chat.table": "Table",
-  "chat.undo": "Undo", "chat.undo.clear": "The conversation was cleared.", "chat.undo.edit": "The message was edited; what came after it was removed.", "chat.undo.redo": "The answer is being written anew; the old one was removed.",
+  "chat.undo": "Undo", "chat.undo.clear": "The conversation was cleared.", "chat.undo.edit": "The message was edited; what came after it was removed.", "chat.undo.redo": "The earlier answer was replaced.",
   "chat.partial": "not complete when this page was loaded; it does not go on here",
   "chat.full.prompt": "The conversation no longer fits into the model's context of {limit} tokens.", "chat.full.alone": "This message alone does not fit into the model's context of {limit} tokens. Edit it and make it shorter.",
   "chat.full.cut": "The answer ends here because the model's context of {limit} tokens is full.",
@@ -24,6 +24,7 @@ export const EN = {
   "set.top_k.why": "only the k likeliest tokens; 0 means all",
 
   "error.offline": "The server does not answer. Is it still running?",
+  "error.broken": "The connection to the server broke before the answer was complete.",
   "error.401": "The server asks for a key.", "error.429": "The server is full. Try again in {seconds} s.",
   "error.busy": "The server is full. Try again in a moment.", "error.503": "The engine cannot serve: {why}",
   "error.status": "The server answered {status}.", "error.trace": "{name} is not a trace of this engine: {why}.",
@@ -49,7 +50,7 @@ export const EN = {
   "map.follow": "follow the blocks in use",
   "paused.text": "The engine is paused: requests wait and no tokens come.",
 
-  "strip.title": "Block table", "strip.logical": "logical", "strip.physical": "physical",
+  "strip.title": "Block table", "strip.logical": "logical ↓", "strip.physical": "physical",
   "strip.facts": "{tokens} tokens in {count} blocks", "strip.shared": "{count} shared (underlined, with their reference count)",
   "strip.none": "No sequence runs. Send some work, then click a sequence or a block to see where its tokens lie.",
   "strip.label": "Block table: logical block, then physical block", "strip.gap": "{count} more",

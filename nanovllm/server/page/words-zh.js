@@ -12,7 +12,7 @@ export const ZH = {
   "chat.stats": "{tokens} 个词元 · {rate} 词元/秒 · 首词元 {first} 毫秒", "chat.stopped": "已停止", "chat.cut": "达到最大词元数",
   "chat.waiting": "等待第一个词元",
   "chat.copy": "复制", "chat.copied": "已复制", "chat.copy.failed": "浏览器不允许", "chat.edit": "编辑", "chat.redo": "重新生成", "chat.table": "表格",
-  "chat.undo": "撤销", "chat.undo.clear": "对话已清空。", "chat.undo.edit": "消息已修改，其后的内容已移除。", "chat.undo.redo": "正在重新生成回答，旧的回答已移除。",
+  "chat.undo": "撤销", "chat.undo.clear": "对话已清空。", "chat.undo.edit": "消息已修改，其后的内容已移除。", "chat.undo.redo": "原来的回答已被替换。",
   "chat.partial": "载入本页时回答尚未写完，不会在这里继续",
   "chat.full.prompt": "对话已超出模型 {limit} 个词元的上下文。", "chat.full.alone": "仅这一条消息就超出了模型 {limit} 个词元的上下文。请编辑并缩短它。",
   "chat.full.cut": "模型 {limit} 个词元的上下文已满，回答到此为止。",
@@ -24,6 +24,7 @@ export const ZH = {
   "set.top_k.why": "只取概率最大的 k 个；0 表示全部",
 
   "error.offline": "服务器没有响应，它还在运行吗？",
+  "error.broken": "回答尚未完成，与服务器的连接就中断了。",
   "error.401": "服务器需要密钥。", "error.429": "服务器已满，请在 {seconds} 秒后重试。",
   "error.busy": "服务器已满，请稍后重试。", "error.503": "引擎无法服务：{why}",
   "error.status": "服务器返回 {status}。", "error.trace": "{name} 不是本引擎的轨迹文件：{why}。",
@@ -49,7 +50,7 @@ export const ZH = {
   "map.follow": "跟随使用中的块",
   "paused.text": "引擎已暂停：请求在等待，不会产生词元。",
 
-  "strip.title": "块表", "strip.logical": "逻辑块", "strip.physical": "物理块",
+  "strip.title": "块表", "strip.logical": "逻辑块 ↓", "strip.physical": "物理块",
   "strip.facts": "{tokens} 个词元，占 {count} 块", "strip.shared": "其中 {count} 块共享（带下划线，标有引用计数）",
   "strip.none": "没有序列在运行。发一些请求，再点击一个序列或一个块，看它的词元放在哪里。",
   "strip.label": "块表：先是逻辑块，后是物理块", "strip.gap": "另有 {count} 块",
