@@ -28,7 +28,7 @@ PAGE_HEADERS = {
 
 def add_page(app: FastAPI) -> None:
     """The files are listed once: what a request names is looked up, never opened."""
-    files = {path.name: path for path in PAGE.glob("*") if path.suffix in MEDIA_TYPES}
+    files = {path.relative_to(PAGE).as_posix(): path for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES}
 
     def file(name: str) -> Response:
         if name not in files:
@@ -39,7 +39,7 @@ def add_page(app: FastAPI) -> None:
     async def index() -> Response:
         return file("index.html")
 
-    @app.get("/static/{name}", include_in_schema=False)
+    @app.get("/static/{name:path}", include_in_schema=False)
     async def static(name: str) -> Response:
         return file(name)
 

@@ -26,7 +26,7 @@ from nanovllm.server.options import ServerOptions
 
 BODY_SECONDS = 30.0  # to send a body: who sends a byte a minute would hold a connection for ever
 SMALL_BODY = 2**16  # bytes parsed at once, in about a millisecond; larger ones in a thread
-NEEDS_NO_KEY = re.compile(r"/health|/|/static/[^/]*|/source/.*")  # and the page, which asks for the key itself
+NEEDS_NO_KEY = re.compile(r"/health|/|/static/(vendor/)?[^/]*|/source/.*")  # the page asks for the key itself
 
 
 class ClientGone(Exception):

@@ -24,8 +24,8 @@ def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
-# Per module: while Playwright's loop lives, asyncio.run() of other tests in this thread would refuse to start.
-@pytest.fixture(scope="module")
+# For this folder: while Playwright's loop lives, asyncio.run() of other tests in this thread would refuse to start.
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     path = find_chromium()
@@ -55,9 +55,11 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Watched]]:
     """open_page(url, **options of a browser context) -> the page, started. Each has a browser profile of its own."""
     opened: list[Watched] = []
 
-    def get(url: str, started: bool = True, **options: Any) -> Watched:
+    def get(url: str, started: bool = True, tour: bool = False, **options: Any) -> Watched:
         context = chromium.new_context(**{"locale": "en-US", "viewport": {"width": 1280, "height": 800}, **options})
         context.set_default_timeout(20_000)
+        if not tour:  # it would lie over what other tests click
+            context.add_init_script("""localStorage.setItem("nanovllm.tour", '"seen"')""")
         opened.append(Watched(context.new_page(), urlsplit(url).netloc))
         opened[-1].open(url, started)
         return opened[-1]

@@ -79,10 +79,10 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
     assert page.page.evaluate(PIXELS) != before
     assert preempted == server.engine.scheduler.num_preemptions > 0, "the cache of this server is too small for all"
     assert evicted > 0
-    assert page.page.locator(".seq-flag:not(:empty)").count() > 0
+    page.until(lambda: page.page.locator(".seq-flag:not(:empty)").count() > 0)
     assert max(len(ids) for ids in page.page.evaluate("[...nanovllm.engine.replay.owners.values()]")) > 1
-    rows = page.page.locator("[data-queue=running] li").count()
-    assert rows == len(server.engine.scheduler.running)
+    rows = page.page.locator("[data-queue=running] li")
+    page.until(lambda: rows.count() == len(server.engine.scheduler.running))
     page.find("pause").click()  # resume
     thread.join(60)
     until(server.is_empty)

@@ -27,7 +27,8 @@ WRONG_CELLS = """({ data, width, height }) => {
     const empty = probe.getImageData(0, 0, 1, 1).data;
     for (let block = 0; block < replay.numBlocks; block += 1) {
         const { x, y, side } = grid.size ? grid.place(block) : { x: 0, y: 0, side: 1e9 };
-        if (x + side > width || y + side > height) return ["the canvas is too small"];
+        if (x + side > width || (y + side > height && grid.isWhole)) return ["the canvas is too small"];
+        if (y < 0 || y + side > height) continue;  // not in the window
         let plain = true;
         for (let row = Math.ceil(y + 3); row < y + side - 3; row += 1)
             for (let column = Math.ceil(x + 3); column < x + side - 3; column += 1) {
@@ -69,7 +70,7 @@ class Watched:
             self.page.wait_for_selector("html[data-started]")
 
     def find(self, role: str) -> Any:
-        return self.page.locator(f"main:not([hidden]) [data-role={role}]")
+        return self.page.locator(f"[role=tabpanel]:not([hidden]) [data-role={role}]")
 
     def tab(self, name: str) -> None:
         self.page.click(f"#tab-{name}")
@@ -109,7 +110,7 @@ class Watched:
         """Elements that are wider than what shows them, other than those made to scroll."""
         return self.page.evaluate("""() => [...document.querySelectorAll("body, main, main *")]
             .filter(e => e.getClientRects().length)
-            .filter(e => !e.closest("pre, .grid-box, select, textarea, .seq-bar, canvas, label.button"))
+            .filter(e => !e.closest("pre, .grid-box, .strip ol, select, textarea, .seq-bar, canvas, label.button"))
             .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
             .map(e => e.outerHTML.slice(0, 80))""")
 

@@ -120,8 +120,12 @@ def test_the_page_and_its_files(server: Running) -> None:
         page = client.get("/")
         assert page.status_code == 200
         assert page.headers["content-type"] == "text/html; charset=utf-8"
-        for path in PAGE.glob("*"):
-            answer = client.get(f"/static/{path.name}")
+        for path in PAGE.rglob("*"):
+            answer = client.get(f"/static/{path.relative_to(PAGE).as_posix()}")
+            if path.suffix not in MEDIA_TYPES:  # the folder of libraries, their licences and versions
+                assert path.is_dir() or path.parent.name == "vendor"
+                assert answer.status_code == 404
+                continue
             assert answer.status_code == 200
             assert answer.content == path.read_bytes()
             assert answer.headers["content-type"] == MEDIA_TYPES[path.suffix]
@@ -149,13 +153,14 @@ def test_the_page_travels_in_the_wheel() -> None:
     for path in PAGE.rglob("*"):
         name = path.relative_to(PAGE.parent.parent).as_posix()
         assert any(fnmatch.fnmatch(name, pattern) for pattern in json.loads(patterns.partition("=")[2])), name
-        assert path.parent == PAGE, "a folder would not be served"
+        assert path.parent in (PAGE, PAGE / "vendor"), "another folder would need a key"
 
 
 def test_a_key_guards_the_engine_but_not_the_page(llama: TinyModel) -> None:
     with running(llama.path, events=True, api_key="k") as server, server.http() as client:
         assert client.get("/").status_code == 200
         assert client.get("/static/index.html").status_code == 200
+        assert client.get("/static/vendor/markdown-it.min.js").status_code == 200
         for path in ("/engine/info", "/engine/events", "/static/x/y", "/v1/models", "/static"):
             assert client.get(path).status_code == 401, path
         assert client.post("/engine/control", json={"action": "pause"}).status_code == 401

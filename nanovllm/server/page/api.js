@@ -7,9 +7,11 @@ import { t } from "./words.js";
 const KEY = "nanovllm.key";  // in sessionStorage: gone with the tab, never written to disk
 
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, { param = null, said = "" } = {}) {
     super(message);
     this.status = status;
+    this.param = param;   // the field that the server refused
+    this.said = said;     // in the server's own words
   }
 }
 
@@ -20,12 +22,12 @@ export function onKeyNeeded(ask) {
   askKey = ask;
 }
 
-/** A response with status 200, or an ApiError. `body` makes it a POST. */
-export async function call(path, { body, signal } = {}) {
+/** A response with status 200, or an ApiError. `body` makes it a POST; `quiet`: nobody is asked for a key. */
+export async function call(path, { body, signal, quiet } = {}) {
   for (;;) {
     const response = await request(path, body, signal);
     if (response.ok) return response;
-    if (response.status === 401) {
+    if (response.status === 401 && !quiet) {
       asking ??= askKey(Boolean(sessionStorage.getItem(KEY))).finally(() => { asking = null; });
       const key = await asking;
       if (key) {
@@ -59,9 +61,11 @@ async function request(path, body, signal) {
 }
 
 async function explain(response) {
-  let said = "";
+  let said = "", param = null;
   try {
-    said = (await response.json()).error?.message ?? "";
+    const { error } = await response.json();
+    said = error?.message ?? "";
+    param = error?.param ?? null;
   } catch { /* not ours: a proxy's page, or nothing */ }
   const status = response.status;
   if (status === 429) {
@@ -70,7 +74,7 @@ async function explain(response) {
   }
   if (status === 503) return new ApiError(status, t("error.503", { why: await reason() || said }));
   if (status === 401) return new ApiError(status, t("error.401"));
-  return new ApiError(status, said || t("error.status", { status }));
+  return new ApiError(status, said || t("error.status", { status }), { param, said });
 }
 
 /** /health knows why an engine does not serve. */
@@ -82,12 +86,17 @@ async function reason() {
   }
 }
 
+/** The browser's own words for a connection that broke are in no language of the page. */
+function broken(error) {
+  throw error.name === "AbortError" ? error : new ApiError(0, t("error.broken"));
+}
+
 /** Server-sent events of a response, one {event, data} at a time. Comment lines (keep-alive) are passed over. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(broken);
     if (done) return;
     const parts = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
     rest = parts.pop();

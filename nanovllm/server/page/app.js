@@ -6,6 +6,7 @@ import { json, onKeyNeeded } from "./api.js";
 import { Chat } from "./chat.js";
 import { Colors } from "./colors.js";
 import { Engine } from "./engine.js";
+import { PausedBanner } from "./paused.js";
 import { load, save } from "./store.js";
 import { currentLanguage, setLanguage, translate } from "./words.js";
 
@@ -62,9 +63,10 @@ async function main() {
   onKeyNeeded(askForKey);
   const info = await facts();
   document.getElementById("model").textContent = info.model ?? "";
-  const chat = new Chat(views.chat);
+  const chat = new Chat(views.chat, info);
   const engine = new Engine(views.engine, new Colors(), info);
-  window.nanovllm = { engine, info };  // for the curious, and for the tests
+  new PausedBanner(document.getElementById("paused"), engine, info);
+  window.nanovllm = { chat, engine, info };  // for the curious, and for the tests
 
   const repaint = () => {
     translate(document);

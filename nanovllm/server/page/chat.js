@@ -1,28 +1,41 @@
 // The Chat tab: a conversation, streamed; kept in this browser; never sent anywhere but to this server.
 
-import { chunks } from "./api.js";
-import { render } from "./markdown.js";
-import { load, save } from "./store.js";
+import { chunks, json } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { drawMessage } from "./message.js";
+import { Settings } from "./settings.js";
 import { t } from "./words.js";
 
-const MESSAGES = 200;         // kept messages, and characters of them: a browser gives a site about five million
-const CHARACTERS = 400_000;
-const DEFAULTS = { temperature: "0.7", top_p: "0.95", top_k: "0", max_tokens: "512", seed: "", system: "" };
+const SAVE = 1000;      // ms between two saves of an answer that grows: a browser may crash
+const ROOM = 0.75;      // of the context that old messages may take when some are left out: the rest is for the answer
 
 export class Chat {
-  constructor(root) {
+  constructor(root, info) {
     this.find = (role) => root.querySelector(`[data-role=${role}]`);
     this.log = this.find("log");
     this.form = this.find("composer");
     this.input = this.form.elements.message;
-    this.settings = this.find("settings");
-    this.messages = load("chat", []);
+    this.limit = info.max_model_len ?? 0;   // 0: not known
+    this.settings = new Settings(this.find("settings"), this.find("reset"), info);
+    this.conversation = new Conversation();
+    this.before = null;                     // {messages, word}: what "undo" brings back
     this.aborter = null;
+    this.acts = {
+      again: (message) => this.again(message), edit: (message, text) => this.edit(message, text),
+      leaveOut: (message) => this.leaveOut(message), clear: () => this.clear(),
+    };
     // Beside the conversation where there is room for it, folded away where there is not
     root.querySelector("details").open = matchMedia("(min-width: 901px)").matches;
-    this.restoreSettings();
     this.wire();
     this.draw();
+  }
+
+  get messages() {
+    return this.conversation.messages;
+  }
+
+  set messages(list) {
+    this.conversation.messages = list;
   }
 
   wire() {
@@ -38,53 +51,24 @@ export class Chat {
       if (!this.aborter) this.submit();
     });
     this.input.addEventListener("input", () => this.grow());
-    this.find("clear").addEventListener("click", () => {
-      this.aborter?.abort();
-      this.messages = [];
-      this.keep();
-      this.draw();
-      this.input.focus();
-    });
-    this.settings.addEventListener("input", () => {
-      save("settings", this.readSettings());
-      this.showValues();
-    });
-    this.find("reset").addEventListener("click", () => {
-      save("settings", null);
-      this.restoreSettings();
-    });
+    this.find("clear").addEventListener("click", () => this.clear());
+    this.find("undo-do").addEventListener("click", () => this.undo());
+    this.find("undo-close").addEventListener("click", () => this.remember(null));
     // A page that is closed in the middle of an answer keeps what it has of it.
-    addEventListener("pagehide", () => this.keep());
+    // The browser then breaks the connection, which must not be stored as an error of the server.
+    addEventListener("pagehide", () => {
+      this.leaving = true;
+      if (this.aborter) this.conversation.keep();
+    });
+    addEventListener("pageshow", () => { this.leaving = false; });
   }
 
-  // ---- settings ---------------------------------------------------------------------------------------------------
-
-  restoreSettings() {
-    for (const [name, value] of Object.entries({ ...DEFAULTS, ...load("settings", {}) })) {
-      if (this.settings.elements[name]) this.settings.elements[name].value = value;
-    }
-    this.showValues();
-  }
-
-  readSettings() {
-    return Object.fromEntries(Object.keys(DEFAULTS).map((name) => [name, this.settings.elements[name].value]));
-  }
-
-  showValues() {
-    for (const output of this.settings.querySelectorAll("output")) {
-      output.textContent = this.settings.elements[output.dataset.of].value;
-    }
-  }
-
-  /** The body of a request. What is left empty is not sent, so the server's own default holds. */
+  /** The body of a request. What was not changed is not sent, so the server's own default holds. */
   body() {
-    const { system, ...numbers } = this.readSettings();
-    const body = { stream_options: { include_usage: true, continuous_usage_stats: true } };
-    for (const [name, value] of Object.entries(numbers)) if (value !== "") body[name] = Number(value);
-    const said = this.messages.filter((message) => message.content && !message.error);
-    body.messages = said.map(({ role, content }) => ({ role, content }));
-    if (system.trim()) body.messages.unshift({ role: "system", content: system });
-    return body;
+    const messages = this.messages.filter((message) => message.content && !message.error && !message.left);
+    const said = messages.map(({ role, content }) => ({ role, content }));
+    if (this.settings.system) said.unshift({ role: "system", content: this.settings.system });
+    return { ...this.settings.numbers, messages: said };
   }
 
   // ---- one turn ---------------------------------------------------------------------------------------------------
@@ -94,45 +78,116 @@ export class Chat {
     if (!content) return;
     this.input.value = "";
     this.grow();
+    this.remember(null);
     this.messages.push({ role: "user", content });
     this.answer();
   }
 
   async answer() {
-    const body = this.body();
+    const body = { ...this.body(), stream_options: { include_usage: true, continuous_usage_stats: true } };
     const message = { role: "assistant", content: "", tokens: 0 };
+    const aborter = this.aborter = new AbortController();
     this.messages.push(message);
-    this.aborter = new AbortController();
     this.setBusy(true);
     this.draw();
     const began = performance.now();
-    let first = null;
+    let first = null, total = 0, saved = began;
     try {
-      for await (const chunk of chunks("v1/chat/completions", body, this.aborter.signal)) {
+      for await (const chunk of chunks("v1/chat/completions", body, aborter.signal)) {
         const choice = chunk.choices[0];
         message.tokens = chunk.usage?.completion_tokens ?? message.tokens;
+        total = chunk.usage?.total_tokens ?? total;
         if (choice?.delta.content) {
           first ??= performance.now();
           message.content += choice.delta.content;
         }
         if (choice?.finish_reason) message.finish = choice.finish_reason;
         if (first) message.stats = measure(message.tokens, began, first);
+        if (performance.now() - saved > SAVE) {
+          saved = performance.now();
+          this.conversation.keep();
+        }
         this.refreshLast();
       }
+      message.finish ??= "stop";
+      if (message.finish === "length" && this.limit && total >= this.limit) this.setFull(message, "cut");
     } catch (error) {
+      if (this.leaving) return;
       // Closing the connection is how the server learns of it: it frees the blocks within one step.
       if (error.name === "AbortError") message.finish = "abort";
+      else if (isFull(error)) this.setFull(message, "prompt");
       else message.error = error.message;
     }
-    this.aborter = null;
-    this.setBusy(false);
-    this.keep();
-    if (this.messages.at(-1) === message) this.drawMessage(message, this.log.lastElementChild);
+    if (this.aborter === aborter) {
+      this.aborter = null;
+      this.setBusy(false);
+    }
+    this.conversation.keep();
+    if (this.messages.at(-1) === message) this.drawAt(message, this.log.lastElementChild);
   }
 
-  retry(message) {
-    this.messages = this.messages.filter((other) => other !== message);
+  /** kind: "prompt" (it was refused) or "cut" (the answer was). Older messages can be left out, if there are any. */
+  setFull(message, kind) {
+    message.older = this.messages.filter((other) => other.role === "user" && !other.left).length > 1;
+    message.full = kind === "prompt" && !message.older ? "alone" : kind;
+  }
+
+  again(message) {
+    const place = this.messages.indexOf(message);
+    if (!message.error && !message.full) this.remember("chat.undo.redo");
+    this.aborter?.abort();
+    this.messages = this.messages.slice(0, place);
     this.answer();
+    this.find("send").focus();   // what was focused is gone; this button stops the new answer
+  }
+
+  edit(message, content) {
+    this.remember("chat.undo.edit");
+    this.aborter?.abort();
+    this.messages = [...this.messages.slice(0, this.messages.indexOf(message)), { role: "user", content }];
+    this.answer();
+    this.find("send").focus();
+  }
+
+  /** The oldest turns stay on the screen, but are no longer sent: until the rest leaves room for an answer. */
+  async leaveOut(message) {
+    this.messages = this.messages.filter((other) => other !== message);
+    const turns = this.messages.filter((other) => other.role === "user" && !other.left).slice(1);
+    for (const turn of turns) {
+      const end = this.messages.indexOf(turn);
+      this.messages.slice(0, end).forEach((old) => { old.left = true; });
+      try {
+        const { count } = await json("tokenize", { body: { messages: this.body().messages } });
+        if (count <= ROOM * this.limit) break;
+      } catch { /* far too long even for that: one more turn less */ }
+    }
+    this.answer();
+  }
+
+  clear() {
+    this.remember("chat.undo.clear");
+    this.aborter?.abort();
+    this.messages = [];
+    this.conversation.keep();
+    this.draw();
+    this.input.focus();
+  }
+
+  // ---- undo -------------------------------------------------------------------------------------------------------
+
+  remember(word) {
+    this.before = word && this.messages.length ? { messages: this.messages, word } : null;
+    this.find("undo").hidden = !this.before;
+    this.find("undo-text").textContent = this.before ? t(word) : "";
+  }
+
+  undo() {
+    this.aborter?.abort();
+    this.messages = this.before.messages;
+    this.remember(null);
+    this.conversation.keep();
+    this.draw();
+    this.input.focus();
   }
 
   setBusy(busy) {
@@ -146,45 +201,17 @@ export class Chat {
   // ---- on the screen ----------------------------------------------------------------------------------------------
 
   draw() {
-    this.find("empty").hidden = this.messages.length > 0;
-    const draw = (message) => this.drawMessage(message, document.createElement("article"));
-    this.log.replaceChildren(...this.messages.map(draw));
+    const none = this.messages.length === 0;
+    this.find("empty").hidden = !none;
+    this.find("clear").hidden = none;
+    this.log.replaceChildren(...this.messages.map((message) => this.drawAt(message, document.createElement("article"))));
+    if (this.before) this.find("undo-text").textContent = t(this.before.word);
+    this.settings.draw();
     this.toEnd();
   }
 
-  drawMessage(message, element) {
-    element.className = `message ${message.role}`;
-    const body = document.createElement("div");
-    body.className = "text";
-    if (message.role === "user") body.textContent = message.content;
-    else body.append(render(message.content));
-    const name = document.createElement("h3");
-    name.textContent = t(message.role === "user" ? "chat.you" : "chat.model");
-    element.replaceChildren(name, body, ...this.footer(message));
-    return element;
-  }
-
-  footer(message) {
-    if (message.role === "user") return [];
-    const line = document.createElement("footer");
-    if (message.error) {
-      line.className = "bad";
-      line.setAttribute("role", "alert");
-      const again = document.createElement("button");
-      again.type = "button";
-      again.className = "quiet";
-      again.textContent = t("chat.again");
-      again.addEventListener("click", () => this.retry(message));
-      line.append(message.error, " ", again);
-      return [line];
-    }
-    const parts = [];
-    if (message.stats) parts.push(t("chat.stats", message.stats));
-    if (message.finish === "abort") parts.push(t("chat.stopped"));
-    if (message.finish === "length") parts.push(t("chat.cut"));
-    line.textContent = parts.join(" · ") || t("chat.waiting");
-    if (!parts.length) line.className = "pending";
-    return [line];
+  drawAt(message, element) {
+    return drawMessage(message, element, this.acts, this.limit);
   }
 
   /** At most once a frame: tokens come faster than anyone can see. */
@@ -196,7 +223,7 @@ export class Chat {
       const message = this.messages.at(-1);
       if (!message || !this.log.lastElementChild) return;
       const follow = this.isAtEnd();
-      this.drawMessage(message, this.log.lastElementChild);
+      this.drawAt(message, this.log.lastElementChild);
       if (follow) this.toEnd();
     });
   }
@@ -214,18 +241,16 @@ export class Chat {
     this.input.style.height = "auto";
     this.input.style.height = `${Math.min(200, this.input.scrollHeight)}px`;
   }
+}
 
-  keep() {
-    let kept = this.messages.slice(-MESSAGES);
-    const size = () => kept.reduce((total, message) => total + message.content.length, 0);
-    while (kept.length > 1 && size() > CHARACTERS) kept = kept.slice(1);
-    save("chat", kept.length ? kept : null);
-  }
+/** Refused because prompt and answer do not fit into the model's context. */
+function isFull(error) {
+  return error.status === 400 && error.param === "messages" && error.said.includes("max_model_len");
 }
 
 function measure(tokens, began, first) {
   const now = performance.now();
   // The first token came with the prompt: the rate is that of the others.
-  const rate = tokens > 1 ? (1000 * (tokens - 1)) / (now - first) : 0;
+  const rate = tokens > 1 && now > first ? (1000 * (tokens - 1)) / (now - first) : 0;
   return { tokens, rate: rate < 100 ? rate.toFixed(1) : String(Math.round(rate)), first: Math.round(first - began) };
 }

@@ -4,16 +4,21 @@
 // second cost a thousand small updates and sixty drawings.
 
 import { json, call } from "./api.js";
-import { convoy, prefix } from "./demos.js";
+import { Controls } from "./controls.js";
 import { Explain } from "./explain.js";
 import { Live, Recording, parseTrace } from "./feed.js";
 import { Grid } from "./grid.js";
 import { History } from "./history.js";
+import { drawLegend } from "./legend.js";
+import { CacheMap } from "./map.js";
+import { Player } from "./player.js";
 import { Plots } from "./plots.js";
 import { Queues } from "./queues.js";
 import { Replay } from "./replay.js";
-import { t } from "./words.js";
+import { Strip } from "./strip.js";
 import { Timeline } from "./timeline.js";
+import { Tour } from "./tour.js";
+import { t } from "./words.js";
 
 export class Engine {
   constructor(root, colors, info) {
@@ -22,10 +27,15 @@ export class Engine {
     this.colors = colors;
     this.find = (role) => root.querySelector(`[data-role=${role}]`);
     this.explain = new Explain(root, this.find("explain"));
-    const hover = (id) => this.setHighlight(id);
-    this.grid = new Grid(this.find("grid"), colors, this.explain, hover);
-    this.timeline = new Timeline(this.find("timeline"), colors, this.explain, hover);
-    this.queues = new Queues(root, colors, this.explain, hover);
+    const onHover = (id) => this.setHighlight(id), onChoose = (id) => this.strip.choose(id);
+    this.grid = new Grid(this.find("grid"), colors, this.explain, { onHover, onChoose });
+    this.map = new CacheMap(this.find("map"), colors, this.grid);
+    this.strip = new Strip(root.querySelector(".card.strip"), colors, this.explain, onHover);
+    this.timeline = new Timeline(this.find("timeline"), colors, this.explain, onHover);
+    this.queues = new Queues(root, colors, this.explain, { onHover, onChoose });
+    this.controls = new Controls(root, this);
+    this.player = new Player(root, () => this.backToLive());
+    this.tour = new Tour(root, { onWork: () => this.controls.guarded(() => this.controls.work()) });
     this.plots = new Plots(root, colors);
     this.history = new History();
     this.live = new Live({
@@ -47,11 +57,23 @@ export class Engine {
     this.replay = new Replay(info);
     this.history.clear();
     this.grid.show(this.replay);
+    this.strip.repaint();
   }
 
   apply(event) {
     this.replay.apply(event);
+    this.giveColors(event);
     this.history.apply(event, this.replay);
+  }
+
+  /** To all who begin to run, when they do: a recording that is played again gives everyone the colour it had. */
+  giveColors(event) {
+    const arrived = event.type === "snapshot" ? this.replay.running.map((seq) => [seq.id]) : event.arrivals ?? [];
+    for (const [id] of arrived) this.colors.give(id, (other) => this.replay.seqs.has(other));
+  }
+
+  get isLive() {
+    return !this.recording && this.feedState === "live" && Boolean(this.replay);
   }
 
   // What a Recording asks of its target
@@ -66,12 +88,13 @@ export class Engine {
   /** When the tab is first looked at: until then this page takes nobody's place among the watchers. */
   async start() {
     if (this.info.replay) {
-      await this.guarded(async () => this.record(await (await call("engine/trace")).text(), this.info.file ?? ""));
+      await this.controls.guarded(async () => this.record(await (await call("engine/trace")).text(), this.info.file ?? ""));
     } else if (this.info.events) {
       this.begin(this.info);
       this.live.start();
     }
     this.refresh();
+    if (this.replay && !this.recording) this.tour.offer();
   }
 
   /** A server that went away may come back with another cache. */
@@ -79,7 +102,10 @@ export class Engine {
     const info = await json("engine/info");
     const same = info.num_blocks === this.facts.num_blocks && info.block_size === this.facts.block_size;
     this.info = info;
-    if (!same) this.begin(info);
+    if (!same) {
+      this.colors.forget();
+      this.begin(info);
+    }
   }
 
   record(text, name) {
@@ -87,20 +113,24 @@ export class Engine {
     try {
       trace = parseTrace(text);
     } catch (error) {
-      this.say(t("error.trace", { name, why: error.message }), true);
+      this.controls.say(t("error.trace", { name, why: error.message }), true);
       return;
     }
     this.live.stop();
+    this.feedState = "lost";
+    this.colors.forget();
     this.begin(trace.header);
     this.recording = new Recording(trace, this);
-    this.find("seek").max = this.recording.length;
-    this.say(name);
+    this.player.show(this.recording);
+    this.controls.say(name);
     this.refresh();
   }
 
   backToLive() {
     this.recording = null;
-    this.say("");
+    this.player.show(null);
+    this.colors.forget();
+    this.controls.say("");
     this.begin(this.info);
     this.live.start();
     this.refresh();
@@ -108,34 +138,18 @@ export class Engine {
 
   setFeed(state, why) {
     this.feedState = state;
-    if (why) this.say(why, true);
-    else if (this.find("message").classList.contains("bad")) this.say("");
+    if (why) this.controls.say(why, true);
+    else this.controls.unsay();
     this.refresh();
   }
 
-  // ---- controls ---------------------------------------------------------------------------------------------------
+  // ---- buttons and files ------------------------------------------------------------------------------------------
 
   wire() {
-    const click = (role, action) => this.find(role).addEventListener("click", () => this.guarded(action));
-    const control = (action) => json("engine/control", { body: { action } });
-    click("pause", () => control(this.replay.paused ? "resume" : "pause"));
-    click("step", () => control("step"));
-    for (const button of this.root.querySelectorAll("[data-policy]")) {
-      button.addEventListener("click", () => this.guarded(async () => {
-        await json("engine/policy", { body: { policy: button.dataset.policy } });
-        this.say(t("convoy.why"));
-      }));
-    }
-    click("convoy", () => this.demo(convoy));
-    click("prefix", () => this.demo(prefix));
-    click("live", () => this.backToLive());
-    click("zoom-in", () => this.grid.zoomBy(1.5));
-    click("zoom-out", () => this.grid.zoomBy(1 / 1.5));
-    click("play", () => this.play());
-    click("next", () => this.recording.forward());
-    click("back", () => this.recording.back());
-    this.find("seek").addEventListener("input", (event) => this.recording.seek(Number(event.target.value)));
-    this.find("speed").addEventListener("change", (event) => { this.recording.speed = Number(event.target.value); });
+    const click = (role, action) => this.find(role).addEventListener("click", action);
+    click("zoom-in", () => this.grid.zoomBy(1.4));
+    click("zoom-out", () => this.grid.zoomBy(1 / 1.4));
+    click("follow", () => this.grid.setFollow(!this.grid.follows));
     for (const input of this.root.querySelectorAll("input[type=file]")) {
       input.addEventListener("change", async () => {
         const [file] = input.files;
@@ -145,38 +159,6 @@ export class Engine {
     }
     // The board and not the tab: it also appears later than its tab does, when a recording has been read.
     new ResizeObserver(() => this.layout()).observe(this.find("on"));
-  }
-
-  async guarded(action) {
-    try {
-      await action();
-    } catch (error) {
-      this.say(error.message, true);
-    }
-    this.refresh();
-  }
-
-  async demo(run) {
-    const buttons = [this.find("convoy"), this.find("prefix")];
-    for (const button of buttons) button.disabled = true;
-    try {
-      await run(this.info, this.replay, (text) => this.say(text));
-    } finally {
-      for (const button of buttons) button.disabled = false;
-    }
-  }
-
-  play() {
-    const { recording } = this;
-    if (!recording.playing && recording.place >= recording.length) recording.seek(1);
-    recording.playing = !recording.playing;
-    recording.speed = Number(this.find("speed").value);
-  }
-
-  say(text, bad = false) {
-    const message = this.find("message");
-    message.textContent = text;
-    message.classList.toggle("bad", bad);
   }
 
   // ---- state onto the screen --------------------------------------------------------------------------------------
@@ -189,6 +171,7 @@ export class Engine {
 
   layout() {
     this.grid.layout();
+    drawLegend(this.root, this.colors);
     this.timeline.layout();
     this.plots.repaint();
   }
@@ -196,8 +179,11 @@ export class Engine {
   /** After a change of language or theme. */
   repaint() {
     this.colors.read();
-    for (const panel of [this.grid, this.timeline, this.queues, this.plots]) panel.repaint();
+    for (const panel of [this.grid, this.map, this.strip, this.timeline, this.queues, this.plots]) panel.repaint();
     this.explain.translate();
+    this.tour.translate();
+    this.controls.bars.draw();
+    drawLegend(this.root, this.colors);
     this.refresh();
   }
 
@@ -227,18 +213,15 @@ export class Engine {
   draw(now) {
     if (!this.replay) return;
     this.grid.draw(now);
+    this.map.draw(this.replay);
+    this.strip.draw(this.replay, now);
+    this.queues.chosen = this.strip.shown;
     this.timeline.draw(this.history);
     this.plots.draw(this.history);
     this.queues.draw(this.replay, now);
     if (this.refreshed !== this.replay.version) this.refresh();
-    if (this.recording) this.drawPlayer();
-  }
-
-  drawPlayer() {
-    const { recording } = this;
-    this.find("seek").value = recording.place;
-    this.find("clock").textContent = `${recording.time.toFixed(2)} / ${recording.duration.toFixed(2)} s`;
-    this.find("play").textContent = t(recording.playing ? "rep.pause" : "rep.play");
+    this.player.draw();
+    this.find("follow").setAttribute("aria-pressed", String(this.grid.follows));
   }
 
   /** Everything of this tab that is words and buttons. */
@@ -260,12 +243,7 @@ export class Engine {
       feed.dataset.state = state;
       feed.textContent = t(state);
     }
-    this.find("pause").textContent = t(replay.paused ? "ctl.resume" : "ctl.pause");
-    this.find("pause").dataset.x = replay.paused ? "resume" : "pause";
-    this.find("step").disabled = !replay.paused;
-    for (const button of this.root.querySelectorAll("[data-policy]")) {
-      button.setAttribute("aria-pressed", String(button.dataset.policy === replay.policyName));
-    }
+    this.controls.refresh(replay);
     const count = replay.numBlocks.toLocaleString();
     this.find("grid-facts").textContent = t("grid.facts", { count, size: replay.blockSize });
     this.find("step-count").textContent = replay.lastStep;

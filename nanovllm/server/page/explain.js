@@ -16,7 +16,8 @@ export const FILES = {
   running: SCHEDULER, waiting: POLICY, seq: "nanovllm/scheduling/sequence.py",
   ms: "nanovllm/runner/model_runner.py", rate: "nanovllm/engine/llm_engine.py", hits: CACHE, usage: CACHE,
   pause: "nanovllm/engine/async_engine.py", resume: "nanovllm/engine/async_engine.py",
-  step: "nanovllm/engine/llm_engine.py", policy: POLICY, convoy: POLICY, prefix: CACHE,
+  step: "nanovllm/engine/llm_engine.py", convoy: POLICY, prefix: CACHE,
+  fcfs: POLICY, sjf: POLICY, strip: CACHE, map: CACHE, work: "nanovllm/engine/async_engine.py", tour: CACHE,
   replay: "nanovllm/engine/replay.py", feed: "nanovllm/engine/watch.py",
 };
 

@@ -14,6 +14,7 @@ export class History {
     this.steps = [];           // {id, tokens, parts, prefill, chunks, preempted, evicted, ms}
     this.series = { ms: [], rate: [], hits: [], usage: [] };
     this.recent = [];          // [time, new tokens] of the last WINDOW
+    this.idle = true;          // nothing is being computed: no tokens come, whatever the last window says
   }
 
   /** After `replay` took the event. */
@@ -21,6 +22,15 @@ export class History {
     if (event.type === "step" && event.entries.length + event.decodes.length) this.planned(event);
     else if (event.type === "done") this.ended(event, replay);
     else if (event.type === "snapshot") this.recent = [];  // perhaps of an engine that was started anew, with its clock
+    const idle = replay.paused || !replay.running.length;
+    if (idle !== this.idle) this.version += 1;
+    this.idle = idle;
+  }
+
+  /** The values of a plot, oldest first. */
+  values(name) {
+    const series = this.series[name];
+    return name === "rate" && this.idle && series.length ? [...series, 0] : series;
   }
 
   planned(event) {

@@ -1,123 +1,97 @@
-// A small markdown for answers of a model: text in, DOM nodes out.
+// Answers of a model, markdown in, DOM nodes out. markdown-it (vendor/) reads CommonMark and tables; the nodes are made
+// here, from its tokens.
 //
 // Nothing here ever becomes HTML by way of a string: every piece of text enters the page as text, so there is nothing
-// to escape and nothing to forget. Links are http(s) only, and open elsewhere without a way back.
-//
-// Known: fenced code, headings, lists (nested by indentation), quotes, rules, paragraphs; `code`, **bold**, *italic*,
-// [text](https://...). All else is shown as it was written.
+// to escape and nothing to forget. HTML in an answer is shown as it was written. Links are http, https and mailto only,
+// and open elsewhere without a way back; an image becomes a link, since this page loads nothing from elsewhere.
 
-const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*(?!\*)|\*([^\s*](?:[^*]*[^\s*])?)\*|\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/g;
-const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
-const FENCE = /^\s*(```+|~~~+)\s*([\w+-]*)/;
-const HEADING = /^(#{1,6})\s+(.*)$/;
-const MAX_DEPTH = 8;  // a model that loops may nest brackets for ever
+import "./vendor/markdown-it.min.js";
+import { codeBlock } from "./code.js";
+import { t } from "./words.js";
+
+const SAFE = /^(https?|mailto):/i;
+const TAGS = new Set(["p", "ul", "ol", "li", "blockquote", "thead", "tbody", "tr", "th", "td", "em", "strong", "s"]);
+const ABOVE = 3;  // the page's headings around an answer; its own begin below them
+const reader = globalThis.markdownit({ html: false, linkify: true });
+reader.linkify.set({ fuzzyLink: false, fuzzyEmail: false });  // "main.py" is no address in Paraguay
+reader.validateLink = (address) => SAFE.test(address);
 
 export function render(text) {
   const fragment = document.createDocumentFragment();
-  const lines = text.replaceAll("\r\n", "\n").split("\n");
-  let at = 0;
-  while (at < lines.length) at = block(lines, at, fragment);
+  build(reader.parse(text, {}), fragment, { level: ABOVE });
   return fragment;
 }
 
-/** One block starting at line `at`; returns the line after it. */
-function block(lines, at, into) {
-  const line = lines[at];
-  if (!line.trim()) return at + 1;
-  const fence = line.match(FENCE);
-  if (fence) return code(lines, at, fence, into);
-  const heading = line.match(HEADING);
-  if (heading) {
-    // The page has its own h1 and h2: an answer's headings begin below them.
-    inline(into.appendChild(make(`h${Math.min(6, heading[1].length + 2)}`)), heading[2]);
-    return at + 1;
-  }
-  if (/^\s*([-*_])(\s*\1){2,}\s*$/.test(line)) {
-    into.append(make("hr"));
-    return at + 1;
-  }
-  if (ITEM.test(line)) return list(lines, at, into);
-  if (line.startsWith(">")) {
-    let end = at;
-    while (end < lines.length && lines[end].startsWith(">")) end += 1;
-    const quote = into.appendChild(make("blockquote"));
-    inline(quote, lines.slice(at, end).map((quoted) => quoted.replace(/^>\s?/, "")).join("\n"));
-    return end;
-  }
-  let end = at + 1;
-  while (end < lines.length && lines[end].trim() && !starts(lines[end])) end += 1;
-  inline(into.appendChild(make("p")), lines.slice(at, end).join("\n"));
-  return end;
+/** Shows `text` in `into`, and leaves alone what is there already: while an answer grows, only its end is replaced. */
+export function update(into, text) {
+  const fresh = [...render(text).childNodes];
+  fresh.forEach((node, index) => {
+    const old = into.childNodes[index];
+    if (!old) into.append(node);
+    else if (!old.isEqualNode(node)) old.replaceWith(node);
+  });
+  while (into.childNodes.length > fresh.length) into.lastChild.remove();
 }
 
-function starts(line) {
-  return FENCE.test(line) || HEADING.test(line) || ITEM.test(line) || line.startsWith(">");
-}
-
-/** An unclosed fence runs to the end: while an answer streams in, that is the usual case. */
-function code(lines, at, [, mark, language], into) {
-  let end = at + 1;
-  while (end < lines.length && !lines[end].trim().startsWith(mark)) end += 1;
-  const pre = into.appendChild(make("pre"));
-  if (language) pre.dataset.language = language;
-  pre.tabIndex = 0;  // it may scroll sideways, so the keyboard must be able to reach it
-  pre.appendChild(make("code")).textContent = lines.slice(at + 1, end).join("\n");
-  return end + 1;
-}
-
-function list(lines, at, into) {
-  const open = [];  // lists from the outermost to the one being filled, with the indentation of their items
-  let item = null;
-  while (at < lines.length) {
-    const found = lines[at].match(ITEM);
-    if (!found) {
-      // A line below an item, indented, belongs to it; anything else ends the list.
-      if (!item || !/^\s+\S/.test(lines[at]) || FENCE.test(lines[at])) break;
-      item.append("\n");
-      inline(item, lines[at].trim());
-      at += 1;
-      continue;
-    }
-    const [, indent, number, text] = found;
-    while (open.length > 1 && indent.length < open.at(-1).indent) open.pop();
-    // "1." after "-" begins another list
-    const other = open.length === 1 && (open[0].made.tagName === "OL") !== Boolean(number);
-    if (other && indent.length <= open[0].indent + 1) return at;
-    if (!open.length || (indent.length > open.at(-1).indent + 1 && open.length < MAX_DEPTH)) {
-      const made = make(number ? "ol" : "ul");
-      if (number && number !== "1") made.start = Number(number);
-      (item ?? into).append(made);
-      open.push({ made, indent: indent.length });
-    }
-    item = open.at(-1).made.appendChild(make("li"));
-    inline(item, text);
-    at += 1;
-    // A blank line between two items does not end a list.
-    if (at + 1 < lines.length && !lines[at].trim() && ITEM.test(lines[at + 1])) at += 1;
-  }
-  return at;
-}
-
-function inline(into, text, depth = 0) {
-  let last = 0;
-  for (const found of depth < MAX_DEPTH ? text.matchAll(INLINE) : []) {
-    into.append(text.slice(last, found.index));
-    last = found.index + found[0].length;
-    const [, , code, bold, italic, label, address] = found;
-    if (code) into.appendChild(make("code")).textContent = code;
-    else if (bold) inline(into.appendChild(make("strong")), bold, depth + 1);
-    else if (italic) inline(into.appendChild(make("em")), italic, depth + 1);
-    else {
-      const link = into.appendChild(make("a"));
-      link.href = address;
-      link.rel = "noopener noreferrer";
-      link.target = "_blank";
-      inline(link, label, depth + 1);
+function build(tokens, into, state) {
+  const open = [into];
+  for (const token of tokens) {
+    const parent = open.at(-1);
+    if (token.nesting < 0) {
+      open.pop();
+    } else if (token.type === "inline") {
+      build(token.children, parent, state);
+    } else {
+      const [outer, inner] = node(token, parent, state);
+      if (outer !== parent) parent.append(outer);
+      if (token.nesting > 0) open.push(inner);
     }
   }
-  into.append(text.slice(last));
 }
 
-function make(tag) {
-  return document.createElement(tag);
+/** What to append for a token, and what its content goes into: mostly the same. */
+function node(token, parent, state) {
+  const both = (made) => [made, made];
+  const { type, tag } = token;
+  if (type === "text" || type === "text_special") return both(document.createTextNode(token.content));
+  if (type === "softbreak") return both(document.createTextNode("\n"));
+  if (type === "hardbreak") return both(make("br"));
+  if (type === "hr") return both(make("hr"));
+  if (type === "code_inline") return both(make("code", token.content));
+  if (type === "fence" || type === "code_block") return both(codeBlock(token.content, token.info.trim().split(/\s/)[0]));
+  if (type === "image") return both(link(token.attrGet("src"), token.content || token.attrGet("src")));
+  if (type === "link_open") return both(link(token.attrGet("href")));
+  if (type === "heading_open") {
+    state.level = Math.min(ABOVE + Number(tag[1]), state.level + 1, 6);  // no level is skipped
+    return both(make(`h${state.level}`));
+  }
+  if (type === "table_open") {
+    const box = make("div"), table = make("table");
+    box.className = "table-box";
+    box.tabIndex = 0;     // it may scroll sideways, so the keyboard must be able to reach it
+    box.setAttribute("role", "group");
+    box.setAttribute("aria-label", t("chat.table"));
+    box.append(table);
+    return [box, table];
+  }
+  if (token.hidden || !TAGS.has(tag)) return both(parent);
+  const made = make(tag);
+  if (tag === "ol" && token.attrGet("start")) made.start = token.attrGet("start");
+  const side = /text-align:(\w+)/.exec(token.attrGet("style") ?? "");
+  if (side) made.style.textAlign = side[1];
+  return both(made);
+}
+
+function link(address, text = "") {
+  const made = make("a", text);
+  made.href = address;
+  made.rel = "noopener noreferrer";
+  made.target = "_blank";
+  return made;
+}
+
+function make(tag, text = "") {
+  const made = document.createElement(tag);
+  if (text) made.textContent = text;
+  return made;
 }

@@ -29,8 +29,8 @@ export class Plots {
     if (this.drawn === history.version) return;
     this.drawn = history.version;
     for (const plot of this.plots) {
-      const values = history.series[plot.name].slice(-POINTS);
-      plot.value.textContent = values.length ? FORMATS[plot.name](values.at(-1)) : "–";
+      const values = history.values(plot.name).slice(-POINTS);
+      plot.value.textContent = values.length ? FORMATS[plot.name](values.at(-1)) : plot.name === "rate" ? "0" : "–";
       this.line(plot.canvas, values, LIMITS[plot.name] ?? Math.max(1e-9, ...values));
     }
   }

@@ -6,15 +6,17 @@ const SHOWN = 40;          // rows of each; more would be a wall, not a picture
 const EVERY = 80;          // ms between two updates: faster than that nobody reads
 
 export class Queues {
-  constructor(root, colors, explain, onHover) {
+  constructor(root, colors, explain, { onHover, onChoose }) {
     this.colors = colors;
     this.explain = explain;
     this.onHover = onHover;
+    this.onChoose = onChoose;
     this.lists = ["running", "waiting"].map((name) => {
       const card = root.querySelector(`[data-queue=${name}]`);
       return { list: card.querySelector("ul"), count: card.querySelector("output"), rows: new Map() };
     });
     this.highlight = null;
+    this.chosen = null;        // whose block table is shown
     this.drawn = "";
     this.last = 0;
   }
@@ -24,7 +26,7 @@ export class Queues {
   }
 
   draw(replay, now) {
-    const state = `${replay.version} ${this.highlight}`;
+    const state = `${replay.version} ${this.highlight} ${this.chosen}`;
     if (state === this.drawn || now - this.last < EVERY) return;
     this.drawn = state;
     this.last = now;
@@ -49,21 +51,22 @@ export class Queues {
       if (list.children[index] !== row.item) list.insertBefore(row.item, list.children[index] ?? null);
       this.update(row, seq);
     });
+    list.classList.toggle("more", list.scrollHeight > list.clientHeight + 1);
     const hidden = total - shown.length;
     list.dataset.note = hidden > 0 ? t("queue.more", { count: hidden }) : total ? "" : t("queue.none");
   }
 
   makeRow(id) {
-    const item = document.createElement("li");
-    item.tabIndex = 0;
+    const item = document.createElement("li"), button = item.appendChild(document.createElement("button"));
+    button.type = "button";
     const part = (name) => {
       const made = document.createElement("span");
       made.className = name;
-      item.append(made);
+      button.append(made);
       return made;
     };
     part("seq-name").textContent = `#${id}`;
-    const row = { item, facts: part("seq-facts"), bar: part("seq-bar"), flag: part("seq-flag") };
+    const row = { item, button, facts: part("seq-facts"), bar: part("seq-bar"), flag: part("seq-flag") };
     row.parts = ["cached", "prompt", "output"].map((kind) => {
       const made = document.createElement("i");
       made.className = `fill-${kind}`;
@@ -77,10 +80,11 @@ export class Queues {
       this.onHover(id);
       this.explain.say(this.aboutRow(row), row.label);
     };
-    item.addEventListener("pointerenter", on);
-    item.addEventListener("focus", on);
-    item.addEventListener("pointerleave", () => this.onHover(null));
-    item.addEventListener("blur", () => this.onHover(null));
+    button.addEventListener("pointerenter", on);
+    button.addEventListener("focus", on);
+    button.addEventListener("pointerleave", () => this.onHover(null));
+    button.addEventListener("blur", () => this.onHover(null));
+    button.addEventListener("click", () => this.onChoose(id));
     return row;
   }
 
@@ -103,7 +107,7 @@ export class Queues {
       part.style.width = `${100 * Math.min(1, widths[index])}%`;
     });
     row.rest.style.left = `${100 * split}%`;
-    row.item.style.setProperty("--seq", this.colors.of(seq.id));
+    row.button.style.setProperty("--seq", this.colors.of(seq.id));
     row.item.classList.toggle("lit", this.highlight === seq.id);
     const facts = [t("seq.prompt", { done: fed, all: seq.prompt })];
     facts.push(t("seq.output", { done: output, all: seq.max_tokens }));
@@ -112,6 +116,7 @@ export class Queues {
     row.flag.textContent = seq.preemptions ? t("seq.preempted", { count: seq.preemptions }) : "";
     const figures = { id: `#${seq.id}`, prompt: `${fed}/${seq.prompt}`, output: `${output}/${seq.max_tokens}` };
     row.label = t("seq.label", figures);
-    row.item.setAttribute("aria-label", row.label);
+    row.button.setAttribute("aria-label", row.label);
+    row.button.setAttribute("aria-pressed", String(this.chosen === seq.id));
   }
 }

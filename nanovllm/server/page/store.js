@@ -16,3 +16,18 @@ export function save(name, value) {
     else localStorage.setItem(PREFIX + name, JSON.stringify(value));
   } catch { /* full or forbidden: nothing is lost but the memory of it */ }
 }
+
+/** The names that begin with this. */
+export function keys(beginning) {
+  try {
+    const names = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX + beginning));
+    return names.map((key) => key.slice(PREFIX.length));
+  } catch {
+    return [];
+  }
+}
+
+/** Calls heard(name) when another tab has changed something. */
+export function onChange(heard) {
+  addEventListener("storage", (event) => { if (event.key?.startsWith(PREFIX)) heard(event.key.slice(PREFIX.length)); });
+}
