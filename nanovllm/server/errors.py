@@ -53,6 +53,11 @@ def timed_out(what: str, seconds: float) -> ApiError:
     return ApiError(408, f"{what} took longer than {seconds:g} s", code="timeout", headers={"x-should-retry": "false"})
 
 
+def headers_too_large(limit_kb: int) -> ApiError:
+    message = f"the headers are larger than {limit_kb} KB (--max-header-kb)"
+    return ApiError(431, message, code="headers_too_large", headers={"Connection": "close"})
+
+
 def as_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> ApiError:
     """What the client may know of an exception. `fields`: names that may be the `param`."""
     if isinstance(error, ApiError):

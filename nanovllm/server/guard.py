@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.errors import ApiError, timed_out
+from nanovllm.server.errors import ApiError, headers_too_large, timed_out
 from nanovllm.server.hosts import PORTS, is_address, split_host, split_origin
 from nanovllm.server.options import ServerOptions
 
@@ -69,6 +69,7 @@ class Gate:
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
         self._key = None if options.api_key is None else _digest(options.api_key.encode())
+        self._max_headers, self._max_header_kb = options.max_headers, options.max_header_kb
         self._any_host, self._any_origin = "*" in options.allowed_hosts, "*" in options.allowed_origins
         names = map(split_host, ("localhost", options.host, *options.allowed_hosts))
         self._hosts = {found[0] for found in names if found is not None}
@@ -94,6 +95,7 @@ class Gate:
 
         app = self._app
         try:
+            self._check_framing(scope, headers)
             self._check_host(headers)
             added |= self._check_origin(headers)
             if "Access-Control-Allow-Origin" in added and scope["method"] == "OPTIONS":
@@ -108,6 +110,20 @@ class Gate:
         except ApiError as error:
             app = error.response()
         await app(scope, receive, named_send)
+
+    def _check_framing(self, scope: Scope, headers: Headers) -> None:
+        """The connection ends with these: what follows on it may be a body or another request, by who reads it."""
+        close = {"Connection": "close"}
+        if len(headers) > self._max_headers:
+            message = f"{len(headers)} headers: at most {self._max_headers} are read (--max-headers)"
+            raise ApiError(431, message, code="too_many_headers", headers=close)
+        line = f"{scope['method']} ?HTTP/1.1\r\n\r\n", scope.get("raw_path", b""), scope["query_string"]
+        size = sum(map(len, line)) + sum(len(name) + len(value) + 4 for name, value in headers.raw)
+        if size > self._max_header_kb * 1024:
+            raise headers_too_large(self._max_header_kb)
+        if "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0"):
+            message = "Transfer-Encoding: not beside Content-Length nor in HTTP/1.0, since the body's end is then unclear"
+            raise ApiError(400, message, param="Transfer-Encoding", code="ambiguous_length", headers=close)
 
     def _check_host(self, headers: Headers) -> None:
         given = headers.getlist("host")
