@@ -56,6 +56,8 @@ SERVER = OptionGroup(
 
 @with_options(options=SERVER, config=ENGINE)
 def serve(
+    ctx: typer.Context,
+    model_name: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model MODEL.")] = None,
     replicas: Annotated[
         int,
         typer.Option(
@@ -70,6 +72,11 @@ def serve(
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'nano-vllm[server]'")
+    if model_name is not None:
+        given = ctx.get_parameter_source("model")
+        if given is not None and given.name != "DEFAULT" and config.model != model_name:
+            raise ConfigError(f"two models, {model_name!r} and --model {config.model!r}: a server has one; give one")
+        config = replace(config, model=model_name)
     if options.api_key is None and os.environ.get(API_KEY):
         options = replace(options, api_key=os.environ[API_KEY])
     if replicas > 1:
