@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import ContextLengthError, RequestError
 from nanovllm.sampling_params import MAX_BAD_WORD, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -70,7 +70,7 @@ class InputProcessor:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids, not text")
         limit = self.max_model_len * MAX_CHARS_PER_TOKEN
         if len(text) > limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"{what} has {len(text)} characters; at max_model_len={self.max_model_len} at most {limit} can fit"
             )
         check_unicode(what, text)
@@ -122,7 +122,8 @@ class InputProcessor:
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise RequestError(f"chat_template_kwargs={kwargs!r:.80}: must map names to values")
         render: Any = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
-        if taken := sorted((set(inspect.signature(render).parameters) - {"documents"}) & set(kwargs or ())):
+        reserved = {*inspect.signature(render).parameters, "messages"} - {"documents"}
+        if taken := sorted(reserved & set(kwargs or ())):
             raise RequestError(f"chat_template_kwargs: {taken} are not variables of the template; give them to chat()")
         return dict(kwargs or {})
 

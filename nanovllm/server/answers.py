@@ -157,7 +157,8 @@ class Answer(Response, Generic[BodyT]):
                     continue
                 if piece.is_first and (opening := self.opening(index, piece, output)):
                     choices.append(opening)
-                if len(piece.positions or ()) + len(piece.is_first and output.prompt_logprobs or ()) > SMALL_ANSWER:
+                echoed = output.prompt_logprobs if piece.is_first else None
+                if len(piece.positions or ()) + len(echoed or ()) > SMALL_ANSWER:
                     is_large, choice = True, await asyncio.to_thread(self.choice, index, piece, output)
                 else:
                     choice = self.choice(index, piece, output)
@@ -185,7 +186,8 @@ def dump(data: dict[str, Any]) -> bytes:
 def dump_slowly(data: dict[str, Any]) -> bytes:
     """For other threads. json.dumps is one call of C that holds the interpreter's lock, and the event loop waits for
     it as if it were its own; in pieces Python's own encoder writes, which lets others in between."""
-    return "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(data)).encode(errors="replace")
+    parts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(data)
+    return "".join(parts).encode(errors="replace")
 
 
 def event(data: dict[str, Any], write: Callable[[dict[str, Any]], bytes] = dump) -> bytes:

@@ -91,11 +91,16 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return card()
 
     @app.get("/health")
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # the name in Amazon SageMaker
     async def health() -> Response:
         reason = service.trouble
         if reason is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "failed", "reason": reason}, 503)
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.num_requests}
 
     @app.get("/version")
     async def version() -> dict[str, str]:

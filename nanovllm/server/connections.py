@@ -2,8 +2,8 @@
 
     acceptor = Acceptor(listener, limit, make_connection, server_state.connections)
 
-uvicorn waits without limit for headers that never end and for clients that do not read, reads headers of any number, and
-accepts connections until no file is left.
+uvicorn waits without limit for headers that never end and for clients that do not read, reads any number of headers,
+and accepts connections until no file is left.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class ServerOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r}: must be an integer in [{low}, {high}]")
-        for name in ("request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "max_body_mb", "idle_timeout"):
+        seconds = ("request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "idle_timeout")
+        for name in (*seconds, "max_body_mb"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value!r}: must be a positive number")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError
 
@@ -24,12 +25,13 @@ MAX_STOPS = 16
 MAX_BAD_WORDS = 128
 MAX_TOOLS = 128
 
-# pydantic collects every fault while it holds the interpreter's lock: 4 MB of wrong numbers took 43 s. So a list ends at
-# its first fault, and one of lists or texts has a length, since it is tried as several types.
+# pydantic collects every fault while it holds the interpreter's lock: 4 MB of wrong numbers took 43 s. So the check of
+# a list ends at its first fault, and lists that are tried as several types have a greatest length.
 FEW = Field(fail_fast=True)
 MAX_PROMPTS = 10**5
 
 ShortText = Annotated[str, Field(max_length=1024)]
+BadWord = Annotated[str, Field(max_length=64)]
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -115,7 +117,7 @@ class Sampling(Body):
     min_tokens: int = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=MAX_IDS, fail_fast=True)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     response_format: ResponseFormat | None = None
@@ -142,7 +144,15 @@ class Sampling(Body):
         values = {name: value for name in same if (value := getattr(self, name)) is not None}
         limits = [limit for limit in (max_tokens, defaults.get("max_tokens")) if limit is not None]
         others |= {"max_tokens": min(limits, default=None), "structured_outputs": self._structure()}
-        return SamplingParams(**{**defaults, **values, **others})
+        try:
+            return SamplingParams(**{**defaults, **values, **others})
+        except RequestError as error:
+            limit, given = others["max_tokens"], (self.max_tokens, getattr(self, "max_completion_tokens", None))
+            if not str(error).startswith("min_tokens") or limit in given:
+                raise
+            file = "the model's generation_config.json (--generation-config vllm turns it off)"
+            source = file if limit == defaults.get("max_tokens") else "the default of completions: give max_tokens"
+            raise RequestError(f"{error}; max_tokens={limit} is {source}") from None
 
     def _structure(self) -> dict[str, Any] | None:
         wanted = self.response_format
@@ -379,9 +389,12 @@ class ChatBody(Sampling):
             raise ApiError(400, "max_tokens: differs from max_completion_tokens; give one", param="max_tokens")
         return self
 
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._params(defaults, wanted, logprobs=self.top_logprobs if self.logprobs else None)
+        return self._params(defaults, self.asked_tokens, logprobs=self.top_logprobs if self.logprobs else None)
 
 
 class TokenizeBody(Body):

@@ -40,8 +40,8 @@ def test_loopback_is_the_default() -> None:
 @pytest.mark.parametrize(
     "option", [{"port": -1}, {"port": 65536}, {"port": True}, {"max_n": 0}, {"request_timeout": 0.0}, {"host": ""},
                {"request_timeout": float("nan")}, {"max_body_mb": float("inf")}, {"api_key": " "}, {"api_key": "\n"},
-               {"max_waiting": -1}, {"max_header_kb": 0}, {"max_headers": 0}, {"max_connections": 0}, {"idle_timeout": 0.0},
-               {"max_connections": True}, {"max_prompts": 0}],
+               {"max_waiting": -1}, {"max_header_kb": 0}, {"max_headers": 0}, {"max_connections": 0},
+               {"idle_timeout": 0.0}, {"max_connections": True}, {"max_prompts": 0}],
 )  # fmt: skip
 def test_bad_options(option: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):

@@ -212,19 +212,19 @@ def test_a_client_that_does_not_read(tmp_path: Path) -> None:
         finally:
             done.append(scope["path"])
 
-    with serving(app, ServerOptions(port=0, idle_timeout=SOON)) as (server, url):
-        with connected(url) as silent, connected(url) as slow:
-            silent.sendall(b"GET /silent HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            slow.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            received, last = 0, 0.0
-            while part := slow.recv(2**18):  # some every SOON/4, all of it in some 3 s
-                received += len(part)
-                if received - last > 2**23:
-                    last = received
-                    time.sleep(SOON / 4)
-            assert received > size
-            until(lambda: not server.server_state.connections)
-            assert sorted(done) == ["/silent", "/slow"]
+    options = ServerOptions(port=0, idle_timeout=SOON)
+    with serving(app, options) as (server, url), connected(url) as silent, connected(url) as slow:
+        silent.sendall(b"GET /silent HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        slow.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        received, last = 0, 0.0
+        while part := slow.recv(2**18):  # some every SOON/4, all of it in some 3 s
+            received += len(part)
+            if received - last > 2**23:
+                last = received
+                time.sleep(SOON / 4)
+        assert received > size
+        until(lambda: not server.server_state.connections)
+        assert sorted(done) == ["/silent", "/slow"]
 
 
 def test_peers_that_vanish_are_found_by_the_kernel() -> None:
@@ -402,15 +402,16 @@ def test_with_every_event_loop(loop: str) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"15")]})
         await send({"type": "http.response.body", "body": b'{"status":"ok"}'})
 
-    with serving(app, ServerOptions(port=0, idle_timeout=SOON, max_connections=2), loop) as (_, url):
-        with connected(url) as first, connected(url) as second, connected(url) as third:
-            for connection in (first, second):
-                assert is_well(connection)
-            third.sendall(HEAD + b"\r\n")
-            assert rest(third).startswith(b"HTTP/1.1 503")
-            second.sendall(HEAD)
-            assert rest(first) == b""
-            assert rest(second).startswith(b"HTTP/1.1 408")
+    options = ServerOptions(port=0, idle_timeout=SOON, max_connections=2)
+    with serving(app, options, loop) as (_, url), contextlib.ExitStack() as stack:
+        first, second, third = (stack.enter_context(connected(url)) for _ in range(3))
+        for connection in (first, second):
+            assert is_well(connection)
+        third.sendall(HEAD + b"\r\n")
+        assert rest(third).startswith(b"HTTP/1.1 503")
+        second.sendall(HEAD)
+        assert rest(first) == b""
+        assert rest(second).startswith(b"HTTP/1.1 408")
     assert loops[0].startswith(loop)
 
 

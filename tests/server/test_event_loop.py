@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from nanovllm.outputs import Logprob
 from nanovllm.server import answers
+from nanovllm.server.errors import ApiError
 from nanovllm.server.pieces import completion_logprobs
 from nanovllm.server.protocol import ChatBody, CompletionBody
 from tests.server.rig import Running, running
@@ -139,7 +141,9 @@ FAULTY = {
     "inner lists": (CompletionBody, b'{"prompt":[[' + b"1.5," * 200_000 + b"1.5]]}"),
     "unknown fields": (ChatBody, b"{" + b",".join(b'"%d":1' % number for number in range(50_000)) + b"}"),
     "messages": (ChatBody, b'{"messages":[' + b"{}," * 200_000 + b"{}]}"),
-    "parts": (ChatBody, b'{"messages":[{"role":"user","content":[' + b'{"type":"text"},' * 50_000 + b'{"type":"text"}]}]}'),
+    "parts": (
+        ChatBody, b'{"messages":[{"role":"user","content":[' + b",".join([b'{"type":"text"}'] * 50_000) + b"]}]}"
+    ),
     "unknown in a message": (
         ChatBody, b'{"messages":[{"role":"user",' + b",".join(b'"%d":1' % number for number in range(50_000)) + b"}]}"
     ),
@@ -152,19 +156,11 @@ FAULTY = {
 @pytest.mark.parametrize("name", FAULTY)
 def test_one_fault_is_enough(name: str) -> None:
     """pydantic collects all faults while it holds the interpreter's lock: 43 s for 4 MB of wrong numbers."""
-    from pydantic import ValidationError
-
-    from nanovllm.server.errors import ApiError
-
     kind, raw = FAULTY[name]
-    try:
+    with pytest.raises((ValidationError, ApiError)) as found:
         kind.model_validate_json(raw)
-    except ValidationError as error:
-        assert error.error_count() < 100
-    except ApiError:
-        pass
-    else:
-        pytest.fail("it was accepted")
+    if isinstance(found.value, ValidationError):
+        assert found.value.error_count() < 100
 
 
 def test_unknown_fields_are_named_as_before(server: Running) -> None:
