@@ -33,6 +33,7 @@ from nanovllm.config import (
     EXPERT_POLICIES,
     LOAD_FORMATS,
     POLICIES,
+    SPECIAL_TOKENS_IN_TEXT,
     EngineConfig,
 )
 from nanovllm.errors import RequestError
@@ -206,6 +207,8 @@ ENGINE = OptionGroup(
         "seed": "The same seed repeats a run.",
         "load_format": f"dummy = random weights from config.json alone. {_one_of(LOAD_FORMATS)}",
         "skip_tokenizer_init": "Work on token ids only; no text.",
+        "special_tokens_in_text": "Special tokens that users write, say <|im_end|>: read as control tokens, refuse "
+        f"the request, or make them plain text. {_one_of(SPECIAL_TOKENS_IN_TEXT)}",
     },
 )
 

@@ -85,11 +85,14 @@ def _render(
     engine: LLMEngine, messages: list[Message], tools: list[Tool], form: Form, add_generation_prompt: bool = True
 ) -> list[int]:
     rows, shown = [message.for_template() for message in messages], [tool.for_template() for tool in tools]
-    if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
-        rows, shown = as_plain_text(rows, tools, form), []
     try:
-        return engine.inputs.render_chat(rows, add_generation_prompt, shown)
+        rows, shown = engine.inputs.control_tokens.clean_chat(rows, shown)
+        if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
+            rows, shown = as_plain_text(rows, shown, form), []
+        return engine.inputs.render_chat(rows, add_generation_prompt, shown, cleaned=True)
     except RequestError as error:
+        if str(error).startswith("tools["):
+            raise ApiError(400, str(error), param="tools") from None
         cause = error.__cause__
         if cause is not None and not isinstance(cause, TemplateError):  # not said by the template, but by its failure
             raise ApiError(400, "messages: the model's chat template refused them", param="messages") from error
@@ -101,7 +104,8 @@ def tokenize(engine: LLMEngine, body: TokenizeBody, form: Form) -> dict[str, Any
     if body.messages is not None:
         token_ids = _render(engine, body.messages, body.tools or [], form, body.add_generation_prompt)
     else:
-        token_ids = engine.inputs.encode(body.prompt or "", body.add_special_tokens)
+        text = engine.inputs.control_tokens.clean(body.prompt or "", "the prompt")
+        token_ids = engine.inputs.encode(text, body.add_special_tokens)
     strings = _tokenizer(engine).convert_ids_to_tokens(token_ids) if body.return_token_strs else None
     return {
         "count": len(token_ids), "max_model_len": engine.max_model_len, "tokens": token_ids, "token_strs": strings,
