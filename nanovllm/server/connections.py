@@ -112,7 +112,7 @@ class Connection(H11Protocol):
         waits = not works or self.flow.write_paused
         if waits == (self._timer is not None):
             return
-        if waits and not self.transport.is_closing():
+        if waits:  # also while it closes, which waits until all is sent
             self._unsent = None
             self._timer = self.loop.call_later(self._options.idle_timeout, self._waited)
         elif self._timer is not None:
@@ -143,10 +143,12 @@ class Connection(H11Protocol):
         """What the client still sends is thrown away for a moment: closing at once would reset the connection, and the
         client could lose the answer."""
         self._refused = True
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is under way
+        state = self.conn.our_state
+        if state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(whole_answer(error))
+        if state is not h11.IDLE:  # the application is at work and must not answer as well
             self.transport.close()
             return
-        self.transport.write(whole_answer(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)

@@ -28,7 +28,7 @@ from tests.server.rig import Running, command, running, until
 from tests.tiny_models import TinyModel
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-SOON = 0.4  # --idle-timeout of the server here
+SOON = 1.0  # --idle-timeout of the server here
 LATE = 15.0  # a connection that is open for so long is not closed: generous, for a loaded machine
 
 
@@ -261,6 +261,19 @@ def test_chunks_need_http_1_1(server: Running) -> None:
     assert (status, error["param"]) == (400, "Transfer-Encoding")
 
 
+def test_a_body_that_goes_wrong_while_it_is_read(server: Running) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with connected(server) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+        time.sleep(SOON / 4)  # the application waits for more
+        connection.sendall(b"no chunk\r\n")
+        answer = rest(connection)
+    assert answer.count(b"HTTP/1.1 ") <= 1
+    assert answer == b"" or error_of(answer)[0] == 400
+    with server.http() as http:
+        assert http.get("/health").status_code == 200
+
+
 def test_chunks_alone_are_fine(server: Running) -> None:
     with server.http() as http:
         parts = (part for part in (b'{"prompt"', b': "the"}'))
@@ -294,7 +307,7 @@ def serving(app: Any, options: ServerOptions, loop: Any = "auto") -> Iterator[tu
 
 
 def test_more_connections_than_the_limit_get_503(llama: TinyModel) -> None:
-    with running(llama.path, max_connections=8) as server, contextlib.ExitStack() as stack:
+    with running(llama.path, max_connections=8, idle_timeout=120) as server, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connected(server)) for _ in range(8)]
         for connection in held:
             assert is_well(connection)
@@ -334,7 +347,7 @@ def test_a_flood_leaves_files_for_the_rest(llama: TinyModel) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
-        started = command(llama.path, "--num-kvcache-blocks", "64", "--max-num-seqs", "4")
+        started = command(llama.path, "--num-kvcache-blocks", "64", "--max-num-seqs", "4", "--idle-timeout", "120")
         process, url = started.__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
