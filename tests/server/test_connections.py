@@ -257,8 +257,9 @@ def test_two_lengths_of_a_body_are_refused(server: Running, headers: bytes) -> N
 
 def test_chunks_need_http_1_1(server: Running) -> None:
     head = b"POST /tokenize HTTP/1.0\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    status, error = error_of(exchange(server, head + b"0\r\n\r\n" + SMUGGLED))
-    assert (status, error["param"]) == (400, "Transfer-Encoding")
+    answer = exchange(server, head + b"0\r\n\r\n" + SMUGGLED)
+    assert error_of(answer)[0] == 400
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_body_that_goes_wrong_while_it_is_read(server: Running) -> None:
