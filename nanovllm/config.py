@@ -16,6 +16,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "dummy")
+SPECIAL_TOKENS_IN_TEXT = ("allow", "refuse", "escape")
 POLICIES = ("fcfs", "sjf", "priority")
 EXPERT_PLACEMENTS = ("auto", "resident", "offload")
 EXPERT_POLICIES = ("lfu", "lru", "none")
@@ -94,6 +95,7 @@ class EngineConfig:
     seed: int = 0
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
+    special_tokens_in_text: str = "allow"  # what users write may hold control tokens, is refused, or is escaped
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -105,6 +107,7 @@ class EngineConfig:
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
+        _choice("special_tokens_in_text", self.special_tokens_in_text, SPECIAL_TOKENS_IN_TEXT)
         _choice("scheduling_policy", self.scheduling_policy, POLICIES)
         _choice("attn_backend", self.attn_backend, ATTN_BACKENDS)
         if self.max_model_len is not None:

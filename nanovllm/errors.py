@@ -20,6 +20,10 @@ class RequestError(NanoVLLMError, ValueError):
     """One request cannot be served; the engine and all other requests go on."""
 
 
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt with the new tokens that were asked for, is longer than max_model_len or the cache."""
+
+
 class ModelError(ConfigError):
     """A model folder, file or architecture cannot be used."""
 

@@ -187,6 +187,7 @@ def test_options_of_chat(llm: LLM, options: dict[str, Any], text: str) -> None:
         ({"chat_template": 5}, "text of a Jinja template"),
         ({"chat_template": "{% for"}, "chat template refused"),
         ({"chat_template_kwargs": {"tokenize": True, "tools": []}}, r"\['tokenize', 'tools'\]"),
+        ({"chat_template_kwargs": {"messages": []}}, r"\['messages'\] are not variables"),
         ({"chat_template_kwargs": [1]}, "must map"),
     ],
 )

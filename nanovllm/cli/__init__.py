@@ -184,6 +184,8 @@ def read_prompts(given: list[str], file: str | None) -> list[str]:
         raise RequestError("standard input can be read only once: give either - or --file -")
     # echo and here-documents end with a newline that is not meant to be part of the prompt
     texts = [read_text(text).removesuffix("\n") if text == "-" else text for text in given]
+    if "-" in given and not texts[given.index("-")]:
+        raise RequestError("standard input is empty: - reads a prompt from there")
     if file is not None:
         texts += [line for line in read_text(file).splitlines() if line.strip()]
     if not texts:
@@ -193,10 +195,19 @@ def read_prompts(given: list[str], file: str | None) -> list[str]:
 
 def read_text(file: str) -> str:
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         name = "standard input" if file == "-" else f"--file {file}"
         raise RequestError(f"{name}: cannot be read: {error}") from None
+
+
+def read_stdin() -> str:
+    """Decoded in one piece: Python reads it in several, and counts from the beginning of each where it is wrong."""
+    buffer = getattr(sys.stdin, "buffer", None)
+    if buffer is None:  # some other object, put there by a program
+        return sys.stdin.read()
+    text = buffer.read().decode(sys.stdin.encoding or "utf-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def complete(given: dict[str, Any], engine: LLMEngine, shows_logprobs: bool) -> SamplingParams:
@@ -205,7 +216,14 @@ def complete(given: dict[str, Any], engine: LLMEngine, shows_logprobs: bool) -> 
     defaults = engine.sampling_defaults
     if defaults.values:
         note(f"sampling defaults: {defaults}")
-    params = SamplingParams(**{**SAMPLING.defaults, **defaults.values, **given})
+    try:
+        params = SamplingParams(**{**SAMPLING.defaults, **defaults.values, **given})
+    except RequestError as error:
+        if not str(error).startswith("min_tokens") or "max_tokens" in given:
+            raise
+        limit = {**SAMPLING.defaults, **defaults.values}["max_tokens"]
+        source = defaults.source if "max_tokens" in defaults.values else "the default of this command"
+        raise RequestError(f"{error}; max_tokens={limit} comes from {source}") from None
     found: dict[str, str] = {}
     if params.temperature == 0:
         found = dict.fromkeys(("top_p", "top_k", "min_p"), "--temperature 0 always takes the likeliest token")

@@ -54,7 +54,10 @@ class Chat:
     def read(self) -> str | None:
         """The next line; None when there is no more."""
         if not self.interactive:
-            return sys.stdin.readline() or None
+            try:
+                return sys.stdin.readline() or None
+            except UnicodeDecodeError as error:
+                raise RequestError(f"standard input: is not text in {error.encoding}") from None
         try:
             return input("> ")
         except EOFError:

@@ -33,6 +33,7 @@ from nanovllm.config import (
     EXPERT_POLICIES,
     LOAD_FORMATS,
     POLICIES,
+    SPECIAL_TOKENS_IN_TEXT,
     EngineConfig,
 )
 from nanovllm.errors import RequestError
@@ -92,6 +93,10 @@ class OptionGroup:
 class Command(TyperCommand):
     """Help in plain text, a section for each group of options: in tables of 80 columns long names were cut."""
 
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """In the list of commands: whole, in several lines if need be."""
+        return super().get_short_help_str(200)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
@@ -126,10 +131,10 @@ CONTEXT = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=ty
 
 
 def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace each named parameter of a command by the options of its group."""
+    """Replace each named parameter of a command by the options of its group. A command may have a `ctx` too."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters.values()
+        own = inspect.signature(command, eval_str=True).parameters
         added = {name: group.parameters() for name, group in groups.items()}
 
         @functools.wraps(command)
@@ -142,9 +147,12 @@ def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Calla
                     chosen = {option: value for option, value in chosen.items() if sources[option] != "DEFAULT"}
                 built[name] = group.build(chosen)
             values.pop(HELP_ALL.name, None)
+            if CONTEXT.name in own:
+                values[CONTEXT.name] = ctx
             command(**values, **built)
 
-        shown = [CONTEXT, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups)]
+        kept = [p for p in own.values() if p.name not in groups and p.name != CONTEXT.name]
+        shown = [CONTEXT, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept)]
         shown += [option for options in added.values() for option in options]
         shown += [HELP_ALL] if any(group.common is not None for group in groups.values()) else []
         run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -199,6 +207,8 @@ ENGINE = OptionGroup(
         "seed": "The same seed repeats a run.",
         "load_format": f"dummy = random weights from config.json alone. {_one_of(LOAD_FORMATS)}",
         "skip_tokenizer_init": "Work on token ids only; no text.",
+        "special_tokens_in_text": "Special tokens that users write, say <|im_end|>: read as control tokens, refuse "
+        f"the request, or make them plain text. {_one_of(SPECIAL_TOKENS_IN_TEXT)}",
     },
 )
 

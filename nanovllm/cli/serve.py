@@ -40,6 +40,9 @@ SERVER = OptionGroup(
         "encode_timeout": "Seconds for the tokenizer and the chat template of one request.",
         "max_body_mb": "Largest body of a request, in megabytes.",
         "max_header_kb": "Largest headers of a request, in kilobytes.",
+        "max_headers": "Most headers of a request.",
+        "max_connections": "Most connections at the same time; none = what `ulimit -n` allows, at most 4096.",
+        "idle_timeout": "Seconds a client may take for headers, between requests, or without reading an answer.",
         "max_prompts": "Most prompts in one request.",
         "max_n": "Most completions of one prompt.",
         "events": "Let the page watch the engine, pause it and change its policy; off in production.",
@@ -53,6 +56,8 @@ SERVER = OptionGroup(
 
 @with_options(options=SERVER, config=ENGINE)
 def serve(
+    ctx: typer.Context,
+    model_name: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model MODEL.")] = None,
     replicas: Annotated[
         int,
         typer.Option(
@@ -67,6 +72,11 @@ def serve(
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'nano-vllm[server]'")
+    if model_name is not None:
+        given = ctx.get_parameter_source("model")
+        if given is not None and given.name != "DEFAULT" and config.model != model_name:
+            raise ConfigError(f"two models, {model_name!r} and --model {config.model!r}: a server has one; give one")
+        config = replace(config, model=model_name)
     if options.api_key is None and os.environ.get(API_KEY):
         options = replace(options, api_key=os.environ[API_KEY])
     if replicas > 1:

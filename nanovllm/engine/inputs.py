@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
 
-from nanovllm.errors import RequestError
+from nanovllm.engine.control_tokens import ControlTokens
+from nanovllm.errors import ContextLengthError, RequestError
 from nanovllm.sampling_params import MAX_BAD_WORD, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -45,15 +46,19 @@ class EngineInput:
 
 
 class InputProcessor:
-    def __init__(self, tokenizer: Any | None, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Any | None, vocab_size: int, max_model_len: int, special_tokens_in_text: str = "allow"
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.control_tokens = ControlTokens(tokenizer, special_tokens_in_text, self.encode)
 
     def parse(self, prompt: Prompt) -> EngineInput:
         text, token_ids, salt = self._split(prompt)
         if token_ids is None:
             assert text is not None
+            text = self.control_tokens.clean(text, "the prompt")
             token_ids = self.encode(text)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token (a BOS token or a space would do)")
@@ -70,7 +75,7 @@ class InputProcessor:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids, not text")
         limit = self.max_model_len * MAX_CHARS_PER_TOKEN
         if len(text) > limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"{what} has {len(text)} characters; at max_model_len={self.max_model_len} at most {limit} can fit"
             )
         check_unicode(what, text)
@@ -85,9 +90,10 @@ class InputProcessor:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cleaned: bool = False,
     ) -> list[int]:
         """Messages -> token ids through the model's own chat template, or through the caller's (never one from a
-        request of the server: a template is a program)."""
+        request of the server: a template is a program). `cleaned`: by ControlTokens, before something was added."""
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one")
         template = chat_template or getattr(self.tokenizer, "chat_template", None)
@@ -100,9 +106,12 @@ class InputProcessor:
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True begins no new message: set add_generation_prompt=False")
         extra = self._checked_template_options(chat_template, chat_template_kwargs)
+        rows, shown = [_plain_message(message) for message in messages], list(tools or ())
+        if not cleaned:
+            rows, shown = self.control_tokens.clean_chat(rows, shown)
         try:
             text = self.tokenizer.apply_chat_template(
-                [_plain_message(message) for message in messages], tokenize=False, tools=list(tools) if tools else None,
+                rows, tokenize=False, tools=shown or None,
                 add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                 chat_template=chat_template, **extra,
             )  # fmt: skip
@@ -122,7 +131,8 @@ class InputProcessor:
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise RequestError(f"chat_template_kwargs={kwargs!r:.80}: must map names to values")
         render: Any = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
-        if taken := sorted((set(inspect.signature(render).parameters) - {"documents"}) & set(kwargs or ())):
+        reserved = {*inspect.signature(render).parameters, "messages"} - {"documents"}
+        if taken := sorted(reserved & set(kwargs or ())):
             raise RequestError(f"chat_template_kwargs: {taken} are not variables of the template; give them to chat()")
         return dict(kwargs or {})
 

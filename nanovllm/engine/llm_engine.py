@@ -73,7 +73,8 @@ class LLMEngine:
             make_policy(config.scheduling_policy, config.max_wait_steps),
             text_stop=self._text_stop,
         )
-        self.inputs = InputProcessor(self.tokenizer, self.model_config.vocab_size, self.max_model_len)
+        vocab_size, special = self.model_config.vocab_size, config.special_tokens_in_text
+        self.inputs = InputProcessor(self.tokenizer, vocab_size, self.max_model_len, special)
         self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.stats = StepStats()
         self.expert_stats = self.executor.expert_stats()  # when a request last began or ended; any thread may read it

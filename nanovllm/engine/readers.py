@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -85,6 +87,14 @@ class Mailbox:
                 self._loop.call_soon_threadsafe(self._changed.set)
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Opening a pipe that nothing reads fails instead of waiting for a reader."""
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if hasattr(os, "O_NONBLOCK"):
+        os.set_blocking(file, True)
+    return file
+
+
 class TraceFile:
     """Every event, one a line, after a header. What goes wrong with the disk ends the trace, nothing else."""
 
@@ -96,8 +106,10 @@ class TraceFile:
                 with open(path, "rb") as old:
                     if old.read(len(START)) not in (b"", START):
                         raise ConfigError(f"trace={str(path)!r}: is no trace; it is not overwritten, name another file")
-            self._file: Any = open(path, "wb")  # noqa: SIM115
+            self._file: Any = open(path, "wb", opener=_open_at_once)  # noqa: SIM115
         except OSError as error:
+            if error.errno == errno.ENXIO:
+                raise ConfigError(f"trace={str(path)!r}: a pipe that nothing reads: start its reader first") from None
             raise ConfigError(f"trace={str(path)!r}: cannot be written ({error}): name a file in a folder") from None
         self._write(json.dumps({"type": "header", "format": FORMAT, **header}).encode())
 

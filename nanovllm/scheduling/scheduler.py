@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import ContextLengthError
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan, StepResult
 from nanovllm.scheduling.policy import Policy, WaitingQueue
@@ -83,13 +83,13 @@ class Scheduler:
         """A prompt that can never run is refused before it waits, so that nothing queues behind it for ever."""
         limit = self.limits.max_model_len
         if num_prompt >= limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {num_prompt} tokens, max_model_len={limit} leaves room for {limit - 1} and one new "
                 f"token: shorten it or raise max_model_len"
             )
         capacity = self.blocks.num_blocks * self.blocks.block_size
         if num_prompt >= capacity:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {num_prompt} tokens but the whole KV cache holds {capacity} (prompt and output "
                 f"together): shorten it or give the cache more memory (num_kvcache_blocks)"
             )

@@ -7,10 +7,11 @@ after that an error is one more event. If the client leaves, the task is cancell
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +32,7 @@ from nanovllm.server.tools import CallReader, Said
 logger = logging.getLogger("nanovllm")
 BodyT = TypeVar("BodyT", bound=Sampling)
 DONE = b"data: [DONE]\n\n"
+SMALL_ANSWER = 256  # positions with log probabilities; more take longer than the event loop should be held
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # a proxy that collects events defeats streaming
@@ -103,7 +105,14 @@ class Answer(Response, Generic[BodyT]):
                     await self._send_events(outputs, send)
                 else:
                     newest = {index: output async for index, output in outputs}
-                    await JSONResponse(self._whole(newest))(scope, receive, send)
+                    await (await self._respond(newest))(scope, receive, send)
+
+    async def _respond(self, outputs: dict[int, RequestOutput]) -> Response:
+        size = sum(num_positions(output) for output in outputs.values())
+        if size <= SMALL_ANSWER:
+            return JSONResponse(self._whole(outputs))
+        data = await asyncio.to_thread(lambda: dump_slowly(self._whole(outputs)))
+        return Response(data, media_type=JSONResponse.media_type)
 
     def _whole(self, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
         choices = []
@@ -140,6 +149,7 @@ class Answer(Response, Generic[BodyT]):
         async for prompt, output in outputs:
             newest[prompt] = output
             choices = []
+            is_large = False
             for completion in output.outputs:
                 index = self._index(prompt, completion)
                 piece = followers.setdefault(index, Follower()).next(completion)
@@ -147,19 +157,41 @@ class Answer(Response, Generic[BodyT]):
                     continue
                 if piece.is_first and (opening := self.opening(index, piece, output)):
                     choices.append(opening)
-                if (choice := self.choice(index, piece, output)) is not None:
+                echoed = output.prompt_logprobs if piece.is_first else None
+                if len(piece.positions or ()) + len(echoed or ()) > SMALL_ANSWER:
+                    is_large, choice = True, await asyncio.to_thread(self.choice, index, piece, output)
+                else:
+                    choice = self.choice(index, piece, output)
+                if choice is not None:
                     choices.append(choice)
             more: dict[str, Any] = {}
             if asked is not None and asked.include_usage:
                 more["usage"] = self.usage(newest) if asked.continuous_usage_stats else None
-            if choices:
-                yield b"".join(event(self._envelope(self.chunk_object, [choice], **more)) for choice in choices)
+            for choice in choices:
+                chunk = self._envelope(self.chunk_object, [choice], **more)
+                yield await asyncio.to_thread(event, chunk, dump_slowly) if is_large else event(chunk)
         if asked is not None and asked.include_usage:
             yield event(self._envelope(self.chunk_object, [], usage=self.usage(newest)))
 
 
-def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+def num_positions(output: RequestOutput) -> int:
+    """With log probabilities, which are most of the work."""
+    return len(output.prompt_logprobs or ()) + sum(len(completion.logprobs or ()) for completion in output.outputs)
+
+
+def dump(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def dump_slowly(data: dict[str, Any]) -> bytes:
+    """For other threads. json.dumps is one call of C that holds the interpreter's lock, and the event loop waits for
+    it as if it were its own; in pieces Python's own encoder writes, which lets others in between."""
+    parts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(data)
+    return "".join(parts).encode(errors="replace")
+
+
+def event(data: dict[str, Any], write: Callable[[dict[str, Any]], bytes] = dump) -> bytes:
+    return b"data: " + write(data) + b"\n\n"
 
 
 class CompletionAnswer(Answer[CompletionBody]):

@@ -9,6 +9,7 @@ off; /openapi.json is there.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ BODIES: dict[str, type[Body]] = {
 
 
 def make_app(service: Service) -> ASGIApp:
-    app = FastAPI(title="Nano-vLLM", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Nano-vLLM", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_generation(app, service)
     _add_facts(app, service)
@@ -63,13 +64,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def to_tokens(request: Request) -> Response:
         body = await read(request, service, TokenizeBody)
         service.check_model(body.model)
-        return JSONResponse(await service.encode(lambda: tokenize(service.engine.engine, body, service.tool_form)))
+        engine, form = service.engine.engine, service.tool_form
+        return await service.encode(lambda: JSONResponse(tokenize(engine, body, form)))
 
     @app.post("/detokenize", response_class=Response)
     async def to_text(request: Request) -> Response:
         body = await read(request, service, DetokenizeBody)
         service.check_model(body.model)
-        return JSONResponse(await service.encode(lambda: detokenize(service.engine.engine, body)))
+        return await service.encode(lambda: JSONResponse(detokenize(service.engine.engine, body)))
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
@@ -89,15 +91,27 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return card()
 
     @app.get("/health")
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # the name in Amazon SageMaker
     async def health() -> Response:
         reason = service.trouble
         if reason is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "failed", "reason": reason}, 503)
 
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.num_requests}
+
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
+
+    document = functools.cache(lambda: JSONResponse(app.openapi()).body)
+
+    @app.get("/openapi.json", include_in_schema=False, response_class=Response)
+    async def openapi() -> Response:
+        # The first time it takes 240 ms
+        return Response(await service.encode(document), media_type=JSONResponse.media_type)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

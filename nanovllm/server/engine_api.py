@@ -5,9 +5,10 @@
     GET  /engine/events        server-sent events of engine/watch.py, a snapshot first
     POST /engine/control       {"action": "pause" | "resume" | "step"}
     POST /engine/policy        {"policy": "fcfs" | "sjf"}
+    POST /reset_prefix_cache   forget all cached prefixes; as in vLLM
 
-Without --events only the first two answer. A reader that is slow loses events and gets a snapshot; one that leaves is
-forgotten at once; the engine waits for none of them.
+Without --events only the first two answer, and the last one if there is a key. A reader that is slow loses events and
+gets a snapshot; one that leaves is forgotten at once; the engine waits for none of them.
 """
 
 from __future__ import annotations
@@ -86,6 +87,16 @@ def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
         body = await read(request, service, PolicyBody)
         await engine.set_policy(body.policy)
         return JSONResponse({"policy": engine.engine.scheduler.policy.name})
+
+    @app.post("/reset_prefix_cache", include_in_schema=False)
+    async def reset_prefix_cache() -> Response:
+        if not options.events and options.api_key is None:
+            message = "only where not everybody may call it: start the server with --api-key or --events"
+            raise ApiError(404, f"reset_prefix_cache: {message}", code="events_off")
+        if not await engine.reset_prefix_cache():
+            message = "reset_prefix_cache: requests run or wait, and their prefixes are in use: try again when none do"
+            raise ApiError(409, message, code="requests_running")
+        return JSONResponse({"reset": True})
 
 
 class EventStream(Response):

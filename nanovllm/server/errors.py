@@ -13,12 +13,13 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
-from nanovllm.errors import EngineDeadError, RequestError
+from nanovllm.errors import ContextLengthError, EngineDeadError, RequestError
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
-    421: "invalid_request_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
+    415: "invalid_request_error", 421: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
+    503: "service_unavailable_error",
 }  # fmt: skip
 MAX_MESSAGE = 500  # characters: a client that sends a megabyte of nonsense is not sent it back
 ENGINE_FAILED = "the engine has failed and cannot serve requests until it is started anew; /health says more"
@@ -53,6 +54,11 @@ def timed_out(what: str, seconds: float) -> ApiError:
     return ApiError(408, f"{what} took longer than {seconds:g} s", code="timeout", headers={"x-should-retry": "false"})
 
 
+def headers_too_large(limit_kb: int) -> ApiError:
+    message = f"the headers are larger than {limit_kb} KB (--max-header-kb)"
+    return ApiError(431, message, code="headers_too_large", headers={"Connection": "close"})
+
+
 def as_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> ApiError:
     """What the client may know of an exception. `fields`: names that may be the `param`."""
     if isinstance(error, ApiError):
@@ -63,9 +69,10 @@ def as_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
         # Our messages begin with what is wrong: "top_p=3: ...", "logit_bias[7]=...", "stop: ...", "the prompt has ..."
         found = re.match(r"(?:the )?(\w+)", str(error))
         name = found[1] if found else ""
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
         if name == "prompt" and "messages" in fields and "prompt" not in fields:
-            return ApiError(400, f"messages: {error}", param="messages")
-        return ApiError(400, str(error), param=name if name in fields else None)
+            return ApiError(400, f"messages: {error}", param="messages", code=code)
+        return ApiError(400, str(error), param=name if name in fields else None, code=code)
     if isinstance(error, EngineDeadError):
         return ApiError(503, ENGINE_FAILED, code="engine_failed")
     return ApiError(500, INTERNAL, code="internal_error")

@@ -20,13 +20,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.errors import ApiError, timed_out
+from nanovllm.server.errors import ApiError, headers_too_large, timed_out
 from nanovllm.server.hosts import PORTS, is_address, split_host, split_origin
 from nanovllm.server.options import ServerOptions
 
 BODY_SECONDS = 30.0  # to send a body: who sends a byte a minute would hold a connection for ever
 SMALL_BODY = 2**16  # bytes parsed at once, in about a millisecond; larger ones in a thread
-NEEDS_NO_KEY = re.compile(r"/health|/|/static/(vendor/)?[^/]*|/source/.*")  # the page asks for the key itself
+NEEDS_NO_KEY = re.compile(r"/health|/ping|/|/static/(vendor/)?[^/]*|/source/.*")  # the page asks for the key itself
 
 
 class ClientGone(Exception):
@@ -63,12 +63,14 @@ class Gate:
     - Host. A page can have the name of its own site resolve to this machine once it is loaded (DNS rebinding), and the
       browser then takes this server for that site. It cannot do so under an IP address or a name of ours.
     - Origin. A page of another site is named there, and refused unless it was allowed (CORS). Other clients (curl, the
-      openai package) send no Origin.
+      openai package) send no Origin. Nor do browsers for a picture or a script of another page, but most of them say
+      Sec-Fetch-Site.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
         self._key = None if options.api_key is None else _digest(options.api_key.encode())
+        self._max_headers, self._max_header_kb = options.max_headers, options.max_header_kb
         self._any_host, self._any_origin = "*" in options.allowed_hosts, "*" in options.allowed_origins
         names = map(split_host, ("localhost", options.host, *options.allowed_hosts))
         self._hosts = {found[0] for found in names if found is not None}
@@ -87,15 +89,24 @@ class Gate:
         scope["request_id"] = asked if sound else uuid.uuid4().hex
         added = {"X-Request-Id": scope["request_id"]}
 
+        is_head = scope["method"] == "HEAD"
+        if is_head:  # what GET would say, without its body
+            scope = {**scope, "method": "GET"}
+
         async def named_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *Headers(added).raw]
+            elif is_head:
+                return
             await send(message)
+            if is_head:  # the end, also of a stream that has none
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         app = self._app
         try:
+            self._check_framing(scope, headers)
             self._check_host(headers)
-            added |= self._check_origin(headers)
+            added |= self._check_origin(scope["path"], headers)
             if "Access-Control-Allow-Origin" in added and scope["method"] == "OPTIONS":
                 app = preflight(headers)  # browsers send no key with it
             elif asked and not sound:
@@ -109,6 +120,20 @@ class Gate:
             app = error.response()
         await app(scope, receive, named_send)
 
+    def _check_framing(self, scope: Scope, headers: Headers) -> None:
+        """The connection ends with these: what follows on it may be a body or another request, by who reads it."""
+        close = {"Connection": "close"}
+        if len(headers) > self._max_headers:
+            message = f"{len(headers)} headers: at most {self._max_headers} are read (--max-headers)"
+            raise ApiError(431, message, code="too_many_headers", headers=close)
+        line = f"{scope['method']} ?HTTP/1.1\r\n\r\n", scope.get("raw_path", b""), scope["query_string"]
+        size = sum(map(len, line)) + sum(len(name) + len(value) + 4 for name, value in headers.raw)
+        if size > self._max_header_kb * 1024:
+            raise headers_too_large(self._max_header_kb)
+        if "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0"):
+            message = "Transfer-Encoding: not beside Content-Length nor in HTTP/1.0: where the body ends is unclear"
+            raise ApiError(400, message, param="Transfer-Encoding", code="ambiguous_length", headers=close)
+
     def _check_host(self, headers: Headers) -> None:
         given = headers.getlist("host")
         if self._any_host or not given:  # browsers always send one
@@ -120,10 +145,11 @@ class Gate:
                 f"that `nanovllm serve` was given by --allowed-hosts", param="Host", code="host_not_allowed",
             )  # fmt: skip
 
-    def _check_origin(self, headers: Headers) -> dict[str, str]:
+    def _check_origin(self, path: str, headers: Headers) -> dict[str, str]:
         """Headers for the answer."""
         vary = {"Vary": "Origin"} if self._origins or self._any_origin else {}
         if not (given := headers.getlist("origin")):
+            self._check_site(path, headers)
             return vary
         origin = split_origin(given[0]) if len(given) == 1 else None
         # Of this server itself: with the page's scheme, since a proxy may have taken the TLS off
@@ -136,6 +162,17 @@ class Gate:
             )  # fmt: skip
         exposed = {"Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
         return {**vary, **exposed, "Access-Control-Allow-Origin": given[0]}
+
+    def _check_site(self, path: str, headers: Headers) -> None:
+        """A person may follow a link from another site to this one, but no page may show or load parts of it."""
+        site = headers.get("sec-fetch-site", "none")
+        is_link = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+        if self._any_origin or site in ("none", "same-origin") or (is_link and not path.startswith("/engine/")):
+            return
+        raise ApiError(
+            403, f"Sec-Fetch-Site {site!r:.40}: a web page of another site may not load this; one that `nanovllm "
+            f"serve` was given by --allowed-origins may fetch it", param="Sec-Fetch-Site", code="origin_not_allowed",
+        )  # fmt: skip
 
     def _has_key(self, path: str, headers: Headers) -> bool:
         if self._key is None or NEEDS_NO_KEY.fullmatch(path):

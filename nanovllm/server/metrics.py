@@ -76,10 +76,11 @@ class EngineCollector:
     def collect(self) -> Iterator[Any]:
         scheduler = self._engine.engine.scheduler
         blocks = scheduler.blocks
+        lives = self._engine.failure is None  # what a dead engine's scheduler still holds does not run any more
         gauges = {
-            "num_requests_running": ("Sequences that run", len(scheduler.running)),
-            "num_requests_waiting": ("Sequences that wait", len(scheduler.waiting)),
-            "kv_cache_usage_perc": ("Share of KV blocks in use, 1 = all", blocks.num_used / blocks.num_blocks),
+            "num_requests_running": ("Sequences that run", lives * len(scheduler.running)),
+            "num_requests_waiting": ("Sequences that wait", lives * len(scheduler.waiting)),
+            "kv_cache_usage_perc": ("Share of KV blocks in use, 1 = all", lives * blocks.num_used / blocks.num_blocks),
         }
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", blocks.num_queries),

@@ -30,6 +30,9 @@ class ServerOptions:
     encode_timeout: float = 10.0  # seconds for tokenising and templating one request
     max_body_mb: float = 4.0
     max_header_kb: int = 16
+    max_headers: int = 128
+    max_connections: int | None = None  # at the same time; None = as many as `ulimit -n` allows, at most 4096
+    idle_timeout: float = 15.0  # seconds to send headers, between two requests, and without reading an answer
     max_prompts: int = 128  # in one request
     max_n: int = 128  # completions of one prompt
     tool_call_parser: str = "hermes"  # how the model writes calls of functions: one of TOOL_CALL_PARSERS
@@ -42,12 +45,15 @@ class ServerOptions:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("port", 0, 65535), ("max_waiting", 0, 10**6), ("max_header_kb", 1, 1024), ("max_prompts", 1, 10**5),
-            ("max_n", 1, 1024), ("max_watchers", 1, 1024),
+            ("max_n", 1, 1024), ("max_watchers", 1, 1024), ("max_headers", 1, 10**4), ("max_connections", 1, 10**6),
         ):  # fmt: skip
             value = getattr(self, name)
+            if value is None and name == "max_connections":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r}: must be an integer in [{low}, {high}]")
-        for name in ("request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "max_body_mb"):
+        seconds = ("request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "idle_timeout")
+        for name in (*seconds, "max_body_mb"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value!r}: must be a positive number")

@@ -102,7 +102,9 @@ def completion_logprobs(
     found: dict[str, Any] = {"tokens": tokens, "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add(token: str, logprob: float | None, best: dict[str, float] | None) -> None:
-        found["text_offset"].append(offset + sum(map(len, tokens)))
+        nonlocal offset
+        found["text_offset"].append(offset)
+        offset += len(token)
         tokens.append(token)
         found["token_logprobs"].append(logprob)
         found["top_logprobs"].append(best)

@@ -9,9 +9,9 @@ from jinja2 import TemplateError
 
 from nanovllm.engine.inputs import EngineInput, knows_tools
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import RequestError
+from nanovllm.errors import ContextLengthError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ApiError
+from nanovllm.server.errors import ApiError, as_api_error
 from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, Tool
 from nanovllm.server.tools import Form, as_plain_text, grammar
 
@@ -24,9 +24,11 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody, params: SamplingPara
         try:
             parsed = engine.inputs.parse({key: prompt, "cache_salt": body.cache_salt or ""})
             engine.check(parsed, params, body.priority)  # type: ignore[arg-type]
+            check_room(engine, parsed, body.max_tokens)
         except RequestError as error:
             if len(prompts) > 1 and "prompt" in str(error):
-                raise ApiError(400, f"prompt {number + 1} of {len(prompts)}: {error}", param="prompt") from None
+                message, code = f"prompt {number + 1} of {len(prompts)}: {error}", as_api_error(error).code
+                raise ApiError(400, message, param="prompt", code=code) from None
             raise
         if body.echo and parsed.text is None:
             parsed = EngineInput(parsed.token_ids, _tokenizer(engine).decode(parsed.token_ids), parsed.cache_salt)
@@ -34,11 +36,22 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody, params: SamplingPara
     return found
 
 
+def check_room(engine: LLMEngine, parsed: EngineInput, max_tokens: int | None) -> None:
+    """The engine writes as much as fits. A request for a number of tokens that do not fit is refused, as in vLLM."""
+    size, limit = len(parsed.token_ids), engine.max_model_len
+    if max_tokens is not None and size + max_tokens > limit:
+        raise ContextLengthError(
+            f"max_tokens={max_tokens}: the prompt has {size} tokens and max_model_len={limit} leaves room for "
+            f"{limit - size} new ones: lower max_tokens, leave it out, or shorten the prompt"
+        )
+
+
 def encode_chat(engine: LLMEngine, body: ChatBody, form: Form) -> tuple[EngineInput, SamplingParams]:
     token_ids = _render(engine, body.messages, body.offered, form)
     salted: Any = {"prompt_token_ids": token_ids, "cache_salt": body.cache_salt or ""}
     parsed, params = engine.inputs.parse(salted), body.params(engine.sampling_defaults.values)
     engine.check(parsed, params, body.priority)  # type: ignore[arg-type]
+    check_room(engine, parsed, body.asked_tokens)
     if body.offered and (source := grammar(form, body, engine.tokenizer)):
         return parsed, _with_grammar(engine, params, source, body, form)
     return parsed, engine.grammars.compiled(params)
@@ -72,11 +85,14 @@ def _render(
     engine: LLMEngine, messages: list[Message], tools: list[Tool], form: Form, add_generation_prompt: bool = True
 ) -> list[int]:
     rows, shown = [message.for_template() for message in messages], [tool.for_template() for tool in tools]
-    if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
-        rows, shown = as_plain_text(rows, tools, form), []
     try:
-        return engine.inputs.render_chat(rows, add_generation_prompt, shown)
+        rows, shown = engine.inputs.control_tokens.clean_chat(rows, shown)
+        if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
+            rows, shown = as_plain_text(rows, shown, form), []
+        return engine.inputs.render_chat(rows, add_generation_prompt, shown, cleaned=True)
     except RequestError as error:
+        if str(error).startswith("tools["):
+            raise ApiError(400, str(error), param="tools") from None
         cause = error.__cause__
         if cause is not None and not isinstance(cause, TemplateError):  # not said by the template, but by its failure
             raise ApiError(400, "messages: the model's chat template refused them", param="messages") from error
@@ -88,7 +104,8 @@ def tokenize(engine: LLMEngine, body: TokenizeBody, form: Form) -> dict[str, Any
     if body.messages is not None:
         token_ids = _render(engine, body.messages, body.tools or [], form, body.add_generation_prompt)
     else:
-        token_ids = engine.inputs.encode(body.prompt or "", body.add_special_tokens)
+        text = engine.inputs.control_tokens.clean(body.prompt or "", "the prompt")
+        token_ids = engine.inputs.encode(text, body.add_special_tokens)
     strings = _tokenizer(engine).convert_ids_to_tokens(token_ids) if body.return_token_strs else None
     return {
         "count": len(token_ids), "max_model_len": engine.max_model_len, "tokens": token_ids, "token_strs": strings,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError
 
@@ -24,7 +25,13 @@ MAX_STOPS = 16
 MAX_BAD_WORDS = 128
 MAX_TOOLS = 128
 
+# pydantic collects every fault while it holds the interpreter's lock: 4 MB of wrong numbers took 43 s. So the check of
+# a list ends at its first fault, and lists that are tried as several types have a greatest length.
+FEW = Field(fail_fast=True)
+MAX_PROMPTS = 10**5
+
 ShortText = Annotated[str, Field(max_length=1024)]
+BadWord = Annotated[str, Field(max_length=64)]
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -42,6 +49,9 @@ class Body(BaseModel):
             if not any(_same(data[name], value) for value in cls.HARMLESS[name]):
                 raise ApiError(400, f"{name}: this server does not support it", param=name, code="unsupported_field")
             del data[name]
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in [name for name in data if name not in known][1:]:
+            del data[name]  # one is enough to refuse the body: see FEW
         return data
 
     @classmethod
@@ -101,13 +111,13 @@ class Sampling(Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_IDS)] | None = None
+    stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_IDS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
-    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_IDS)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_IDS, fail_fast=True)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     response_format: ResponseFormat | None = None
@@ -134,7 +144,15 @@ class Sampling(Body):
         values = {name: value for name in same if (value := getattr(self, name)) is not None}
         limits = [limit for limit in (max_tokens, defaults.get("max_tokens")) if limit is not None]
         others |= {"max_tokens": min(limits, default=None), "structured_outputs": self._structure()}
-        return SamplingParams(**{**defaults, **values, **others})
+        try:
+            return SamplingParams(**{**defaults, **values, **others})
+        except RequestError as error:
+            limit, given = others["max_tokens"], (self.max_tokens, getattr(self, "max_completion_tokens", None))
+            if not str(error).startswith("min_tokens") or limit in given:
+                raise
+            file = "the model's generation_config.json (--generation-config vllm turns it off)"
+            source = file if limit == defaults.get("max_tokens") else "the default of completions: give max_tokens"
+            raise RequestError(f"{error}; max_tokens={limit} is {source}") from None
 
     def _structure(self) -> dict[str, Any] | None:
         wanted = self.response_format
@@ -145,13 +163,14 @@ class Sampling(Body):
         return {"json_object": True} if wanted.json_schema is None else {"json": wanted.json_schema.schema_}
 
 
-TokenIds = list[int]
+TokenIds = Annotated[list[int], FEW]
+Many = Field(max_length=MAX_PROMPTS, fail_fast=True)
 
 
 class CompletionBody(Sampling):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | Annotated[list[str], Many] | Annotated[list[TokenIds], Many]
     max_tokens: int | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
@@ -209,9 +228,9 @@ class Message(Body):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"function_call": (), "refusal": (), "audio": ()}
 
     role: ROLES
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FEW] | None = None
     name: ShortText | None = None
-    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: ShortText | None = None
 
     @model_validator(mode="after")
@@ -253,7 +272,7 @@ class Message(Body):
         return {**message, "tool_calls": calls} if calls else message
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=2048)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=2048, fail_fast=True)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -288,7 +307,7 @@ class ToolChoice(Body):
     function: FunctionChoice
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def check_tools(tools: list[Tool] | None) -> None:
@@ -370,9 +389,12 @@ class ChatBody(Sampling):
             raise ApiError(400, "max_tokens: differs from max_completion_tokens; give one", param="max_tokens")
         return self
 
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._params(defaults, wanted, logprobs=self.top_logprobs if self.logprobs else None)
+        return self._params(defaults, self.asked_tokens, logprobs=self.top_logprobs if self.logprobs else None)
 
 
 class TokenizeBody(Body):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -33,7 +34,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.config import EngineConfig
@@ -187,8 +188,11 @@ class Front:
         try:
             body = await read_bytes(request, self._options.max_body_bytes)
             async with Guard(receive, FACT_SECONDS if is_fact else self._options.request_timeout + SLACK):
-                if scope["path"] == "/metrics" and is_fact:
-                    await (await self._metrics(scope))(scope, receive, noting_send)
+                if scope["path"] in ("/metrics", "/load") and is_fact:
+                    await (await self._sum(scope))(scope, receive, noting_send)
+                elif scope["path"] == "/reset_prefix_cache":
+                    message = "reset_prefix_cache: not with --replicas, each of which has a cache: restart the server"
+                    raise ApiError(501, message, code="unsupported_with_replicas")
                 else:
                     await self._forward(scope, body, noting_send)
         except (ClientGone, ClientDisconnect):
@@ -217,8 +221,8 @@ class Front:
             if not finished:
                 response.cancel()
 
-    async def _metrics(self, scope: Scope) -> Response:
-        """Those of all replicas, each sample with its replica's name."""
+    async def _sum(self, scope: Scope) -> Response:
+        """The load of all replicas, or their metrics, each sample with its replica's name."""
         found: dict[str, str] = {}
 
         async def ask(number: int) -> None:
@@ -230,6 +234,8 @@ class Front:
             found[name] = body.decode()
 
         await asyncio.gather(*map(ask, range(self._replicas.count)))
+        if scope["path"] == "/load":
+            return JSONResponse({"server_load": sum(json.loads(text)["server_load"] for text in found.values())})
         return Response(merge_metrics(found), headers={"content-type": CONTENT_TYPE})
 
     async def _fail(

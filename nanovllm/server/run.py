@@ -5,8 +5,10 @@ The engine is imported where it is started: `nanovllm trace view` runs a server 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -19,12 +21,15 @@ from starlette.types import ASGIApp
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.server.connections import Acceptor, Connection, connection_limit
 from nanovllm.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from nanovllm.server.service import Service
 
 logger = logging.getLogger("nanovllm")
+# Seconds of silence before the first question, seconds between two, their number; milliseconds for data that was sent
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
 
 class Server(uvicorn.Server):
@@ -36,7 +41,23 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._before_drain = before_drain
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, for one socket, but with a limit of connections."""
+        config, state = self.config, self.server_state
+        assert sockets is not None
+        assert len(sockets) == 1
+        await self.lifespan.startup()
+
+        def make_connection() -> asyncio.Protocol:
+            return Connection(config, state, self.lifespan.state)
+
+        limit = connection_limit(config.nanovllm_options)  # type: ignore[attr-defined]
+        self.servers = []
+        self._acceptor = Acceptor(sockets[0], limit, make_connection, state.connections)
+        self.started = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._acceptor.close()
         self._before_drain()
         await super().shutdown(sockets)
 
@@ -55,6 +76,7 @@ class Server(uvicorn.Server):
 
 def listen(options: ServerOptions) -> socket.socket:
     """Before the model is loaded: a port that is taken should not be found out a minute later."""
+    connection_limit(options)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # With the protocol named, asyncio sets TCP_NODELAY on every connection. Without it, headers and body of an answer
     # leave in two packets and the second waits for the client's delayed acknowledgement: 40 ms a request.
@@ -62,6 +84,12 @@ def listen(options: ServerOptions) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((options.host, options.port))
+        # All connections inherit these: a client whose machine has vanished is found within a minute.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):  # not all systems have all
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        listener.setblocking(False)
         listener.listen(1024)
     except OSError as error:
         listener.close()
@@ -77,10 +105,11 @@ def make_server(service: Service) -> Server:
 
 
 def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
-        http="h11",  # the one that bounds headers
+        http=Connection,
         h11_max_incomplete_event_size=options.max_header_kb * 1024,
+        timeout_keep_alive=math.ceil(options.idle_timeout),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -88,6 +117,8 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=max(1, round(options.drain_timeout)),
     )
+    config.nanovllm_options = options  # type: ignore[attr-defined]  # for Connection
+    return config
 
 
 def address_of(listener: socket.socket) -> str:

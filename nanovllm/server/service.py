@@ -61,6 +61,7 @@ class Service:
         self.tool_form = FORMS[options.tool_call_parser]
         self.capacity = engine.engine.scheduler.limits.max_num_seqs + options.max_waiting
         self.num_admitted = 0  # sequences from admission to their last token
+        self.num_requests = 0  # the same in requests
         self._seconds_per_request = 1.0  # a moving mean, for Retry-After
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="nanovllm-encode")
         self._numbers = itertools.count()
@@ -110,11 +111,13 @@ class Service:
                 code="queue_full", headers={"Retry-After": str(seconds)},
             )  # fmt: skip
         self.num_admitted += num_seqs
+        self.num_requests += 1
         started = time.monotonic()
         try:
             yield
         finally:
             self.num_admitted -= num_seqs
+            self.num_requests -= 1
             self._seconds_per_request += 0.1 * (time.monotonic() - started - self._seconds_per_request)
 
     async def encode(self, work: Callable[[], T]) -> T:

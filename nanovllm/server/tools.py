@@ -21,7 +21,7 @@ from typing import Any
 
 from nanovllm.sampling.json_schema import without_unions
 from nanovllm.sampling.structured import JSON_SPACES
-from nanovllm.server.protocol import ChatBody, Tool, parse_object
+from nanovllm.server.protocol import ChatBody, parse_object
 
 # A grammar writes exactly this, so what follows can be sent on while it is written.
 HEAD = re.compile(r'\{"name": "([\w-]+)", "(?:arguments|parameters)": ')
@@ -59,7 +59,7 @@ FORMS = {
 # ---- what the model reads --------------------------------------------------------------------------------------------
 
 
-def as_plain_text(messages: list[dict[str, Any]], tools: Sequence[Tool], form: Form) -> list[dict[str, Any]]:
+def as_plain_text(messages: list[dict[str, Any]], tools: Sequence[Any], form: Form) -> list[dict[str, Any]]:
     """Tools in the system message, calls as the model would write them, results as the user's words. A small model may
     not understand, but it has been told."""
     told: list[dict[str, Any]] = []
@@ -79,8 +79,8 @@ def as_plain_text(messages: list[dict[str, Any]], tools: Sequence[Tool], form: F
     return told
 
 
-def _instructions(tools: Sequence[Tool], form: Form) -> str:
-    listed = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
+def _instructions(tools: Sequence[Any], form: Form) -> str:
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = form.write([{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}])
     return (
         f"These functions can be called, here as JSON with a schema of their parameters:\n{listed}\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -80,7 +82,7 @@ def test_measure(server: Running) -> None:
 def test_failures_are_counted_not_hidden(server: Running) -> None:
     load = Load(**{**BASE, "input_len": Lengths(150, 170)})  # max_model_len is 160: some of them fit
     rng = random.Random(3)
-    fits = [len(prompt) < 160 for prompt in load.prompts(rng)]
+    fits = [len(prompt) + 6 <= 160 for prompt in load.prompts(rng)]
     assert any(fits)
     assert not all(fits)
     if not fits[0]:
@@ -119,3 +121,16 @@ def test_a_plot(server: Running, run: Run, tmp_path: Path) -> None:
     options = ("--num-requests", 4, "--rate", 100, "--input-len", 5, "--output-len", 4, "--vocab-size", 300)
     assert run("bench", "serve", "--url", server.url, *options, "--plot", file).code == 0
     assert file.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_plot_needs_what_its_extra_installs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message, the help and pyproject.toml agree."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r'^plot = \[.*"matplotlib', project, re.M)
+    assert re.search(r'^server = \[.*"httpx', project, re.M)
+    assert "nano-vllm[plot]" in " ".join(run("bench", "serve", "--help").out.split())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("nanovllm.bench.report.find_spec", lambda name: None)
+    result = run("bench", "serve", "--plot", tmp_path / "out.png")
+    assert result.code == 2
+    assert "pip install 'nano-vllm[plot]'" in result.err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,15 @@ def test_too_long_is_refused_and_the_chat_goes_on(run: Run, args: Any, replies: 
     assert "error: the prompt has" in result.err
     assert result.out == f"{replies[0]}\n"
     assert result.code == 0
+
+
+def test_a_line_that_is_no_text(args: Any) -> None:
+    command = [sys.executable, "-m", "nanovllm", "chat", *map(str, args)]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in a terminal of today
+    done = subprocess.run(command, input=b"\xff\n", capture_output=True, check=False, env=strict)
+    assert done.returncode == 2
+    assert b"error: standard input" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_needs_a_chat_template(run: Run, args: Any, llama_copy: Path) -> None:

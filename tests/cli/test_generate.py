@@ -93,7 +93,7 @@ def test_file_and_stdin(run: Run, args: Any, texts: dict[str, list[str]], tmp_pa
 
 @pytest.mark.parametrize(
     ("stdin", "prompt"),
-    [(b"x", "x"), (b"x\n", "x"), (b"x\r\n", "x"), (b"x\n\n", "x\n"), (b"\nx y\n z\n", "\nx y\n z"), (b"\n", "")],
+    [(b"x", "x"), (b"x\n", "x"), (b"x\r\n", "x"), (b"x\n\n", "x\n"), (b"\nx y\n z\n", "\nx y\n z"), (b"x\ry", "x\ny")],
 )
 def test_one_newline_at_the_end_of_standard_input_is_dropped(
     monkeypatch: pytest.MonkeyPatch, stdin: bytes, prompt: str
@@ -110,6 +110,21 @@ def test_standard_input_is_text_and_read_once(monkeypatch: pytest.MonkeyPatch) -
         sys.stdin.seek(0)
     for given, file in ((["-", "-"], None), (["-"], "-")):
         with pytest.raises(RequestError, match="only once"):
+            read_prompts(given, file)
+
+
+def test_where_standard_input_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python reads it in pieces and counts from the beginning of each."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a" * 100_000 + b"\xff\n"), encoding="utf-8"))
+    with pytest.raises(RequestError, match="0xff in position 100000"):
+        read_prompts(["-"], None)
+
+
+@pytest.mark.parametrize("stdin", [b"", b"\n"])
+def test_an_empty_standard_input_is_a_mistake(monkeypatch: pytest.MonkeyPatch, stdin: bytes) -> None:
+    for given, file in ((["-"], None), (["a", "-"], None), ([], "-")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        with pytest.raises(RequestError, match=r"empty|no prompt"):
             read_prompts(given, file)
 
 

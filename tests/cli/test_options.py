@@ -6,8 +6,10 @@ import dataclasses
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import typer
 
 from nanovllm import __version__
 from nanovllm.cli import app
@@ -60,6 +62,26 @@ def test_help_fits_a_screen(run: Run, command: list[str], monkeypatch: pytest.Mo
     assert max(map(len, lines)) <= 80
     assert "…" not in result.out
     assert "\x1b" not in result.out
+
+
+@pytest.mark.parametrize("command", every_command(), ids=" ".join)
+def test_no_option_is_cut(run: Run, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run(*command, "--help-all" if "--help-all" in run(*command, "--help").out else "--help")
+    assert result.code == 0
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "…" not in result.out
+    group: Any = typer.main.get_command(app)
+    for name in command:
+        group = group.commands[name]
+    names = {name for param in group.params for name in param.opts if name.startswith("--")}
+    assert names <= set(re.findall(r"--[\w-]+", result.out))
+
+
+@pytest.mark.parametrize("group", [[], ["bench"], ["compress"], ["trace"]], ids=" ".join)
+def test_lists_of_commands_are_not_cut(run: Run, group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in run(*group, "--help").out.partition("Commands:")[2]
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -104,6 +104,9 @@ def test_a_limit_of_the_file_is_known_afterwards(run: Run, tuned: Path) -> None:
     result = run("generate", "rain", "--model", tuned, *SMALL, "--min-tokens", 4)
     assert result.code == 2
     assert "error: min_tokens=4: must be in [0, 3]" in result.err
+    assert f"max_tokens=3 comes from {tuned / 'generation_config.json'}" in result.err
+    result = run("generate", "rain", "--model", tuned, *SMALL, "--min-tokens", 4, "--max-tokens", 2)
+    assert "comes from" not in result.err
 
 
 def test_a_missing_folder(run: Run, tuned: Path) -> None:

@@ -40,7 +40,8 @@ def test_loopback_is_the_default() -> None:
 @pytest.mark.parametrize(
     "option", [{"port": -1}, {"port": 65536}, {"port": True}, {"max_n": 0}, {"request_timeout": 0.0}, {"host": ""},
                {"request_timeout": float("nan")}, {"max_body_mb": float("inf")}, {"api_key": " "}, {"api_key": "\n"},
-               {"max_waiting": -1}, {"max_header_kb": 0}, {"max_prompts": 0}],
+               {"max_waiting": -1}, {"max_header_kb": 0}, {"max_headers": 0}, {"max_connections": 0},
+               {"idle_timeout": 0.0}, {"max_connections": True}, {"max_prompts": 0}],
 )  # fmt: skip
 def test_bad_options(option: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):
@@ -81,6 +82,25 @@ def test_the_key_may_come_from_the_environment(run: Run, monkeypatch: pytest.Mon
     assert run("serve").code == 0
     assert run("serve", "--api-key", "given").code == 0
     assert seen == ["from-env", "given"]
+
+
+def test_the_model_may_come_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `vllm serve MODEL`."""
+    seen = []
+    monkeypatch.setattr("nanovllm.server.run.serve", lambda config, options, say: seen.append(config.model))
+    assert run("serve").code == 0
+    assert run("serve", "some/model", "--port", "0").code == 0
+    assert run("serve", "--port", "0", "some/model").code == 0
+    assert run("serve", "--model", "other").code == 0
+    assert run("serve", "same", "--model", "same").code == 0
+    assert seen == ["smollm2", "some/model", "some/model", "other", "same"]
+    for wrong in (["some/model", "--model", "other"], ["some/model", "--model", "smollm2"]):
+        result = run("serve", *wrong)
+        assert result.code == 2
+        assert "two models, 'some/model' and --model" in result.err
+    assert run("serve", "a", "b").code == 2
+    assert run("serve", "").code == 2
+    assert len(seen) == 5
 
 
 def test_demo_serve(tmp_path: Path) -> None:

@@ -144,6 +144,14 @@ def test_facts(http: httpx.Client, model: TinyModel) -> None:
     assert all('replica="' in line for line in samples)
 
 
+def test_what_concerns_all_replicas(http: httpx.Client) -> None:
+    assert http.get("/load").json() == {"server_load": 0}
+    assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
+    assert http.post("/ping", headers={"Authorization": ""}).status_code == 200
+    refused = http.post("/reset_prefix_cache")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (501, "unsupported_with_replicas")
+
+
 def test_a_client_that_leaves_ends_its_request(http: httpx.Client) -> None:
     body = {"prompt": "x" * 10, "max_tokens": 140, "n": 8, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
