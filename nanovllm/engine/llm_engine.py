@@ -329,7 +329,7 @@ class LLMEngine:
                 continue
             gather(self._made, request_id, request.delta())
             request.told(self._made[request_id])
-            if request.finished:
+            if self._made[request_id].finished:
                 self._drop(request)
 
     def _drop(self, request: Request) -> None:

@@ -89,7 +89,10 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(completion.seq.finished for completion in self.completions)
+        for completion in self.completions:  # noqa: SIM110 (runs twice a step, and all(...) takes three times as long)
+            if not completion.seq.finished:
+                return False
+        return True
 
     def note_experts(self, now: ExpertStats | None) -> None:
         """What offloading did while this request ran, for its metrics and the log."""
