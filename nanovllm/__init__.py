@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.inputs import TextPrompt, TokensPrompt
 from nanovllm.errors import ConfigError, EngineDeadError, ModelError, NanoVLLMError, RequestError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLMEngine",
+    "CompletionDelta",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "Logprob",
     "ModelError",
     "NanoVLLMError",
+    "RequestDelta",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

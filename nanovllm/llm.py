@@ -158,9 +158,14 @@ class LLM:
                     raise KeyboardInterrupt
                 if not self.engine.has_unfinished_requests():
                     raise EngineDeadError("requests were lost; this is a fault of the engine")
-                finished = [output for output in self.engine.step() if output.request_id in ours]
-                done.update((output.request_id, output) for output in finished)
-                bar.update(len(finished))
+                finished = 0
+                for delta in self.engine.step():
+                    if delta.request_id in ours:
+                        done[delta.request_id] = delta.output()
+                        finished += 1
+                    else:  # of a request that the caller added and reads by calling step
+                        self.engine.unread[delta.request_id] = delta
+                bar.update(finished)
                 now = time.monotonic()
                 if use_tqdm and (finished or now - shown > 0.5):
                     shown = now

@@ -1,4 +1,13 @@
-"""What the caller gets back, in vLLM's names; `out["text"]` and `out["token_ids"]` work too."""
+"""What the caller gets back, in vLLM's names; `out["text"]` and `out["token_ids"]` work too.
+
+The engine reports progress as deltas: what a request gained since its last report. `LLM` and `AsyncLLMEngine.generate`
+add them up to outputs, which hold everything so far:
+
+    total = next(deltas)
+    for delta in deltas:
+        total.merge(delta)
+    total.output()
+"""
 
 from __future__ import annotations
 
@@ -33,15 +42,16 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestMetrics:
-    """Seconds on one monotonic clock, so only differences mean something."""
+    """Seconds on one monotonic clock, so only differences mean something. One record for each request: the engine fills
+    it in as the request runs, and all outputs of the request share it."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # filled in at the end
     # Offloaded experts, from this request's arrival to its last output, other requests' tokens included: hit_rate,
     # bytes_per_token, stall_seconds, prefetch_precision and the counts behind them. None if all experts are resident.
     experts: dict[str, Any] | None = None
@@ -76,3 +86,79 @@ class RequestOutput:
         if key in type(self).__dataclass_fields__:
             return getattr(self, key)
         raise KeyError(f"{key!r}: a RequestOutput has {', '.join(CompletionOutput.__dataclass_fields__)}")
+
+
+@dataclass(slots=True)
+class CompletionDelta:
+    """What one completion gained. Lists, so that merging costs what is new and not what is there already."""
+
+    index: int
+    start: int  # how many tokens the completion had before these
+    token_ids: list[int]
+    texts: list[str]  # `text` in pieces; a piece may be missing (half a character) or hold several tokens
+    logprobs: list[PositionLogprobs] | None = None
+    cumulative_logprob: float | None = None  # of all tokens so far, not only the new ones
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        if len(self.texts) > 1:
+            self.texts = ["".join(self.texts)]
+        return self.texts[0] if self.texts else ""
+
+    def merge(self, newer: CompletionDelta) -> None:
+        self.token_ids += newer.token_ids
+        self.texts += newer.texts
+        if newer.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += newer.logprobs
+        self.cumulative_logprob = newer.cumulative_logprob
+        self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
+
+
+@dataclass(slots=True)
+class RequestDelta:
+    """What one request gained since its last delta. The facts of its prompt come with each delta, by reference."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionDelta]  # those that moved; in the first delta of a request all of them, in order
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None  # grows until the first completion has its first token
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    error: str | None = None
+
+    def merge(self, newer: RequestDelta) -> RequestDelta:
+        """Take in the next delta of the same request, which is used up by it."""
+        mine = {completion.index: completion for completion in self.outputs}
+        for completion in newer.outputs:
+            if completion.index in mine:
+                mine[completion.index].merge(completion)
+            else:
+                self.outputs.append(completion)
+        self.finished, self.error = newer.finished, self.error or newer.error
+        self.num_cached_tokens = newer.num_cached_tokens
+        return self
+
+    def output(self) -> RequestOutput:
+        """Of the first delta with all later ones merged into it: the output so far. It copies what still grows."""
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids,
+            [
+                CompletionOutput(
+                    c.index, c.text, c.token_ids[:], c.cumulative_logprob, c.logprobs and c.logprobs[:],
+                    c.finish_reason, c.stop_reason,
+                )
+                for c in self.outputs
+            ],
+            self.finished, self.prompt_logprobs and self.prompt_logprobs[:], self.num_cached_tokens, self.metrics,
+            self.error,
+        )  # fmt: skip
+
+
+def gather(unread: dict[Any, RequestDelta], key: Any, delta: RequestDelta) -> None:
+    """Put a delta with those of its request that nobody has read yet."""
+    unread[key] = unread[key].merge(delta) if key in unread else delta

@@ -62,8 +62,8 @@ def test_streaming_shows_whole_characters(llm: LLM) -> None:
     llm.engine.add_request("x", "🙂🙂🙂", SamplingParams(temperature=0, max_tokens=9))
     seen = []
     while llm.engine.has_unfinished_requests():
-        seen += [output["text"] for output in llm.engine.step()]
-    assert seen == ["", "", "🔴", "🔴", "🔴", "🔴🔴", "🔴🔴", "🔴🔴", "🔴🔴🔴"]
+        seen += [delta.outputs[0].text for delta in llm.engine.step()]
+    assert seen == ["", "", "🔴", "", "", "🔴", "", "", "🔴"]
 
 
 def test_chat_template_of_the_gguf(llm: LLM) -> None:

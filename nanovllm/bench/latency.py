@@ -35,8 +35,8 @@ def measure_requests(engine: Any, shape: Shape, temperature: float, seed: int) -
         engine.add_request(f"latency-{index}", {"prompt_token_ids": prompt}, params)
         times = []
         while engine.has_unfinished_requests():
-            for output in engine.step():
-                times += [time.perf_counter()] * (len(output.outputs[0].token_ids) - len(times))
+            for delta in engine.step():
+                times += [time.perf_counter()] * len(delta.outputs[0].token_ids)
         waits.append(times[0] - started)
         gaps += [after - before for before, after in pairwise(times)]
         if len(times) > 1:

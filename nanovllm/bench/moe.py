@@ -365,26 +365,27 @@ def run_one(
     when the clock starts."""
     params = SamplingParams(temperature=temperature, max_tokens=num_tokens + 1, ignore_eos=True, seed=0)
     engine.add_request("bench", {"prompt_token_ids": prompt}, params)
-    output = None
-    while output is None or not output.outputs[0].token_ids:
-        output = _step(engine) or output
+    token_ids: list[int] = []
+    while not token_ids:
+        token_ids += _step(engine)
     before, started = engine.executor.expert_stats(), time.perf_counter()
     begin()
     while engine.has_unfinished_requests():
-        output = _step(engine) or output
+        token_ids += _step(engine)
     seconds = time.perf_counter() - started
-    after, token_ids = engine.executor.expert_stats(), list(output.outputs[0].token_ids)
+    after = engine.executor.expert_stats()
     assert before is not None
     assert after is not None
     assert len(token_ids) == num_tokens + 1
     return seconds, after - before, token_ids
 
 
-def _step(engine: LLMEngine) -> Any:
-    output = next(iter(engine.step()), None)
-    if output is not None and output.error:
-        raise EngineDeadError(f"the benchmark's step failed: {output.error}")
-    return output
+def _step(engine: LLMEngine) -> list[int]:
+    """The new tokens of the only request."""
+    delta = next(iter(engine.step()), None)
+    if delta is not None and delta.error:
+        raise EngineDeadError(f"the benchmark's step failed: {delta.error}")
+    return [] if delta is None else delta.outputs[0].token_ids
 
 
 @contextlib.contextmanager

@@ -180,10 +180,10 @@ def run_real(engine: Any, jobs: list[Job]) -> Served:
             index = coming.pop()
             params = SamplingParams(temperature=0.0, max_tokens=jobs[index].num_output, ignore_eos=True)
             engine.add_request(str(index), {"prompt_token_ids": prompts[index]}, params)
-        for output in engine.step():
-            index, now = int(output.request_id), time.monotonic() - started
-            if output.outputs[0].token_ids:
+        for delta in engine.step():
+            index, now = int(delta.request_id), time.monotonic() - started
+            if delta.outputs[0].token_ids:
                 served.first_token.setdefault(index, now - jobs[index].arrives)
-            if output.finished:
+            if delta.finished:
                 served.finished[index] = now - jobs[index].arrives
     return served

@@ -53,16 +53,16 @@ def run_workload(
             params = SamplingParams(**asked)
             engine.add_request(f"bench-{index}", {"prompt_token_ids": prompt}, params, final_only=True)
         while engine.has_unfinished_requests():
-            done.update((output.request_id, output) for output in engine.step())
+            done.update((delta.request_id, delta) for delta in engine.step())
             bar.update(stats.generated_tokens - generated_before - bar.n)
         seconds = time.perf_counter() - started
-    outputs = [done[f"bench-{index}"] for index in range(len(workload.prompts))]
-    if failed := next((output.error for output in outputs if output.error), None):
+    wholes = [done[f"bench-{index}"] for index in range(len(workload.prompts))]
+    if failed := next((whole.error for whole in wholes if whole.error), None):
         raise EngineDeadError(f"the benchmark's step failed: {failed}")
-    token_ids = [output.outputs[0].token_ids for output in outputs]
+    token_ids = [whole.outputs[0].token_ids for whole in wholes]
     return Run(
         seconds, workload.num_prompt_tokens, sum(map(len, token_ids)), token_ids, stats.peak_waste,
-        sum(output.metrics.num_preemptions for output in outputs), stats.prefill_seconds - prefill_before,
+        sum(whole.metrics.num_preemptions for whole in wholes), stats.prefill_seconds - prefill_before,
     )  # fmt: skip
 
 

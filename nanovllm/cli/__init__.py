@@ -114,7 +114,7 @@ def generate(
             for output in outputs:
                 print(json.dumps(as_record(output), ensure_ascii=False), flush=True)
         else:
-            printer.show(dict(zip(ids, outputs)), end=True)
+            printer.end()
         note(speed.line(outputs))
     if interrupted:
         raise typer.Exit(130)

@@ -93,7 +93,7 @@ class Chat:
         printer = InOrder([request_id], [""], n=1)
         outputs, interrupted = run_requests(self.engine, [parsed], self.params, [request_id], printer.show)
         if interrupted:
-            printer.show({request_id: outputs[0]}, end=True)
+            printer.end()
             note("(stopped)")
         self.outputs += outputs
         answer = outputs[0].outputs[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.interrupts import ctrl_c
 from nanovllm.errors import EngineDeadError, RequestError
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestDelta, RequestOutput, gather
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,29 +30,37 @@ class InOrder:
         self._items = [(request_id, index) for request_id in ids for index in range(n)]
         self._titles = [title for title in titles for _ in range(n)] if len(self._items) > 1 else None
         self._current = 0
-        self._printed: int | None = None  # characters of the current one; None = not even its title
+        self._has_title = False  # of the current one
+        self._texts: dict[tuple[str, int], list[str]] = {}  # of those that have begun: not printed yet
+        self._ended: set[tuple[str, int]] = set()
 
-    def show(self, latest: dict[str, RequestOutput], end: bool = False) -> None:
-        """`end`: nothing more will come, print all there is."""
+    def show(self, delta: RequestDelta) -> None:
+        for new in delta.outputs:
+            item = delta.request_id, new.index
+            self._texts.setdefault(item, []).append(new.text)
+            if new.finish_reason is not None:
+                self._ended.add(item)
+        self._print()
+
+    def end(self) -> None:
+        """Nothing more will come: print all there is."""
+        self._print(is_end=True)
+
+    def _print(self, is_end: bool = False) -> None:
         while self._current < len(self._items):
-            request_id, index = self._items[self._current]
-            output = latest.get(request_id)
-            completion = output.outputs[index] if output else None
-            if completion is None and not end:
+            item = self._items[self._current]
+            if item not in self._texts and not is_end:
                 break
-            if self._printed is None:
-                self._printed = 0
-                if self._titles:
-                    print(f"[{self._current + 1}/{len(self._items)}] {self._titles[self._current]}")
-            text = completion.text if completion else ""
-            sys.stdout.write(text[self._printed :])
+            if self._titles and not self._has_title:
+                print(f"[{self._current + 1}/{len(self._items)}] {self._titles[self._current]}")
+            sys.stdout.write("".join(self._texts.get(item, ())))
             sys.stdout.flush()
-            self._printed = len(text)
-            if not end and completion and not completion.finished:
+            self._texts[item], self._has_title = [], True
+            if item not in self._ended and not is_end:
                 break
             print(flush=True)
             self._current += 1
-            self._printed = None
+            self._has_title = False
 
 
 def run_requests(
@@ -60,23 +68,27 @@ def run_requests(
     inputs: list[EngineInput],
     params: SamplingParams,
     ids: list[str],
-    show: Callable[[dict[str, RequestOutput]], None] | None,
+    show: Callable[[RequestDelta], None] | None,
 ) -> tuple[list[RequestOutput], bool]:
-    """Outputs in the order of the inputs, and whether Ctrl-C cut them short. `show` sees all after each step."""
-    latest: dict[str, RequestOutput] = {}
+    """Outputs in the order of the inputs, and whether Ctrl-C cut them short. `show` sees what is new as it comes."""
+    totals: dict[str, RequestDelta] = {}
+
+    def take(delta: RequestDelta) -> None:
+        if show:
+            show(delta)
+        gather(totals, delta.request_id, delta)
+
     with ctrl_c() as keys:
         for request_id, parsed in zip(ids, inputs):
             engine.add_request(request_id, parsed, params, final_only=show is None)
         while engine.has_unfinished_requests() and not keys.pressed:
-            moved = engine.step()
-            latest.update((output.request_id, output) for output in moved)
-            if show and moved:
-                show(latest)
+            for delta in engine.step():
+                take(delta)
         interrupted = engine.has_unfinished_requests()
         for request_id in ids:
             if cut := engine.abort_request(request_id):
-                latest[request_id] = cut
-    outputs = [latest[request_id] for request_id in ids]
+                take(cut)
+    outputs = [totals[request_id].output() for request_id in ids]
     if failed := next((output.error for output in outputs if output.error), None):
         raise EngineDeadError(f"the step failed: {failed}")
     return outputs, interrupted

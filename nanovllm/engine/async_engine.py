@@ -4,9 +4,10 @@
         async for output in engine.generate("Hello", SamplingParams(max_tokens=8)):
             print(output.outputs[0].text)
 
-Leaving the `async for` early, or cancelling its task, aborts the request: its blocks are free before the next step.
-Only the engine thread touches the engine; others hand it commands through a queue and get outputs through their own
-event loop.
+`stream` yields what is new (deltas) instead of everything so far; the server reads those. Leaving the `async for`
+early, or cancelling its task, aborts the request: its blocks are free before the next step.
+Only the engine thread touches the engine; others hand it commands through a queue and get deltas through their own
+event loop, with one wake-up a step for all its streams.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.inputs import Prompt
+from nanovllm.engine.inputs import EngineInput, Prompt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.readers import Reader
 from nanovllm.errors import EngineDeadError, RequestError
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestDelta, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.policy import make_policy
 
@@ -37,23 +38,46 @@ T = TypeVar("T")
 IDLE_SECONDS = 0.25  # between two looks at the executor while there is nothing to compute
 
 
-@dataclass
-class _Stream:
-    """Where the outputs of one request go."""
+class Stream:
+    """The mailbox of one request's reader: what was not read yet, merged. Made, filled and read on one event loop, so
+    it needs no lock."""
 
-    loop: asyncio.AbstractEventLoop
-    items: asyncio.Queue[RequestOutput | BaseException]
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._unread: RequestDelta | None = None
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
 
-    def put(self, item: RequestOutput | BaseException) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
+    def put(self, delta: RequestDelta) -> None:
+        self._unread = delta if self._unread is None else self._unread.merge(delta)
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come. What is unread can still be read."""
+        self._failure = error
+        self._changed.set()
+
+    async def take(self) -> RequestDelta:
+        """All that is new, once there is something."""
+        while self._unread is None:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+        delta, self._unread = self._unread, None
+        return delta
+
+
+def deliver(mail: list[tuple[Stream, RequestDelta]]) -> None:
+    for stream, delta in mail:
+        stream.put(delta)
 
 
 class AsyncLLMEngine:
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
         config = config or EngineConfig.from_options(**options)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}  # touched by the engine thread only
+        self._streams: dict[str, Stream] = {}  # touched by the engine thread only
         self._ids = itertools.count()
         self._lock = threading.Lock()  # around _stopping and _post: a command is either taken or refused, never lost
         self._stopping = False
@@ -92,28 +116,45 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request's output so far after every step that moved it; the last one is finished."""
+        """Yield the request's output so far after every step that moved it; the last one is finished. A reader that is
+        slow skips to the newest."""
+        total: RequestDelta | None = None
+        async with aclosing(self.stream(prompt, params, request_id, priority=priority)) as deltas:
+            async for delta in deltas:
+                total = delta if total is None else total.merge(delta)
+                yield total.output()
+
+    async def stream(
+        self,
+        prompt: Prompt | EngineInput,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        final_only: bool = False,
+    ) -> AsyncGenerator[RequestDelta, None]:
+        """Yield what is new of the request (final_only: everything, at its end); the last delta is finished. What a
+        slow reader has not read yet is merged into one delta."""
         request_id = request_id or f"async-{next(self._ids)}"
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        stream = Stream()
 
         def add() -> None:
-            self.engine.add_request(request_id, prompt, params, priority=priority)
+            self.engine.add_request(request_id, prompt, params, priority=priority, final_only=final_only)
             self._streams[request_id] = stream
 
-        finished = False
+        ended = False
         try:
             await asyncio.wrap_future(self._submit(add))  # raises here if the request is refused
-            while not finished:
-                item = await stream.items.get()
-                while not stream.items.empty() and not isinstance(item, BaseException):
-                    item = stream.items.get_nowait()  # outputs are cumulative: a slow reader skips to the newest
-                if isinstance(item, BaseException):
-                    finished = True
-                    raise item
-                finished = item.finished
-                yield item
+            while not ended:
+                try:
+                    delta = await stream.take()
+                except EngineDeadError:
+                    ended = True
+                    raise
+                ended = delta.finished
+                yield delta
         finally:
-            if not finished:
+            if not ended:
                 # Also after a refusal or a cancelled add: then the id may be somebody else's, hence the stream.
                 with contextlib.suppress(EngineDeadError):
                     self._post(lambda: self._abort(request_id, stream))
@@ -245,19 +286,27 @@ class AsyncLLMEngine:
                 logger.exception("closing the engine failed")
             self._run_commands(wait=False)  # whoever asked meanwhile is refused by the closed engine, not left waiting
             for stream in self._streams.values():
-                stream.put(EngineDeadError(f"the engine was closed while this request ran{self._why()}"))
+                error = EngineDeadError(f"the engine was closed while this request ran{self._why()}")
+                _call(stream.loop, stream.fail, error)
 
     def _step(self, alone: bool = False) -> None:
         self._step_began = time.monotonic()
         try:
-            outputs = self.engine.step(alone=True) if alone else self.engine.step()
+            deltas = self.engine.step(alone=True) if alone else self.engine.step()
         finally:
             self._step_began = None
-        for output in outputs:
-            if stream := self._streams.get(output.request_id):
-                stream.put(output)
-                if output.finished:
-                    del self._streams[output.request_id]
+        self._send(deltas)
+
+    def _send(self, deltas: list[RequestDelta]) -> None:
+        """One call a loop: each writes to the loop's pipe and makes a handle, whatever it carries."""
+        mail: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestDelta]]] = {}
+        for delta in deltas:
+            if stream := self._streams.get(delta.request_id):
+                mail.setdefault(stream.loop, []).append((stream, delta))
+                if delta.finished:
+                    del self._streams[delta.request_id]
+        for loop, items in mail.items():
+            _call(loop, deliver, items)
 
     def _pause(self) -> None:
         if self._draining or self._stopping:
@@ -291,11 +340,15 @@ class AsyncLLMEngine:
                 self._commands.get(wait, IDLE_SECONDS)()
                 wait = False
 
-    def _abort(self, request_id: str, stream: _Stream | None = None) -> None:
+    def _abort(self, request_id: str, stream: Stream | None = None) -> None:
         """Given a stream, only if the request is still that stream's."""
         if stream is not None and self._streams.get(request_id) is not stream:
             return
-        output = self.engine.abort_request(request_id)
-        stream = self._streams.pop(request_id, None)
-        if stream and output:
-            stream.put(output)
+        delta = self.engine.abort_request(request_id)
+        self._send([] if delta is None else [delta])
+        self._streams.pop(request_id, None)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+        loop.call_soon_threadsafe(function, argument)

@@ -2,12 +2,13 @@
 
     detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
     match = detokenizer.feed(token_ids)   # None, or which stop string ended the text and how many tokens it took
-    detokenizer.text                      # all that may be shown now; only ever grows
+    detokenizer.take()                    # what may be shown now and was not taken before
     detokenizer.finish()                  # nothing more will come: release what was held back
 
 Text is what follows the prompt's text. Half characters are held back, and so is text that may turn out to be the
 beginning of a stop string (unless stop strings are to be shown anyway). How the tokens are split over `feed` calls
-makes no difference. The cost of a token does not grow with the text (about 5 us one by one, 0.6 us in bulk).
+makes no difference. The cost of a token does not grow with the text (about 5 us one by one, 0.6 us in bulk), and text
+that was taken is not kept.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class Detokenizer:
         self._longest_stop = max(map(len, self._stops), default=0)
         self._hold = not params.include_stop_str_in_output
         self._ended = False
-        self._text = ""  # decoded and decided
-        self._open = 0  # no stop string begins before this place of _text; what comes after it may become one
-        self._num_exempt = 0  # a stop string that ends within these first characters does not count
+        self._ready: list[str] = []  # may be shown, not taken yet
+        self._tail = ""  # the end of the text that may become a stop string; shown already unless _hold
+        self._num_exempt = 0  # a stop string that ends within these first characters of _tail does not count
         self._window = self._prompt_context(prompt_token_ids)
         text = self._decode(self._window)
         # A half character at the end of the prompt belongs to the output that completes it; if none does, it is prompt.
@@ -63,9 +64,9 @@ class Detokenizer:
         self._num_broken = len(text) - len(self._shown)  # U+FFFD of the prompt that the next text may begin with
         self._settle()
 
-    @property
-    def text(self) -> str:
-        return self._text[: self._open] if self._hold else self._text
+    def take(self) -> str:
+        ready, self._ready = self._ready, []
+        return "".join(ready)
 
     def feed(self, token_ids: Sequence[int], look_for_stops: bool = True) -> StopMatch | None:
         """Append tokens. After a match, or `finish`, nothing more is taken.
@@ -88,9 +89,10 @@ class Detokenizer:
     def finish(self) -> None:
         if self._ended:
             return
+        if self._hold:
+            self._ready.append(self._tail)
         if len(self._window) > self._num_settled:
-            self._text += self._without_prompt(self._decode(self._window)[len(self._shown) :])
-        self._open = len(self._text)
+            self._ready.append(self._without_prompt(self._decode(self._window)[len(self._shown) :]))
         self._ended = True
 
     # Tokens to text ----------------------------------------------------------------------------------------------
@@ -176,41 +178,45 @@ class Detokenizer:
 
     def _append(self, new: str, look_for_stops: bool) -> str | None:
         """Add decided text; the stop string it completes, if any, ends the text."""
+        if not self._stops:
+            self._ready.append(new)
+            return None
         found = self._find_stop(new) if look_for_stops else None
-        self._text += new
-        if not look_for_stops:
-            self._num_exempt = len(self._text)
+        num_shown = 0 if self._hold else len(self._tail)
+        tail = self._tail + new
         if found is not None:
             start, stop = found
-            self._text = self._text[: start if self._hold else start + len(stop)]
-            self._open = len(self._text)
+            self._ready.append(tail[num_shown : start if self._hold else start + len(stop)])
             self._ended = True
             return stop
-        # A place that cannot begin a stop string now never will, so _open only moves on and no place is tried again.
-        self._open = max(self._open, len(self._text) - self._longest_stop + 1 if self._stops else len(self._text))
-        while self._open < len(self._text):
-            if self._text[self._open] in self._stop_heads:
-                tail = self._text[self._open :]
-                if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
+        if not look_for_stops:
+            self._num_exempt = len(tail)
+        # A place that cannot begin a stop string now never will, so it leaves the tail and is not tried again.
+        start = max(0, len(tail) - self._longest_stop + 1)
+        while start < len(tail):
+            if tail[start] in self._stop_heads:
+                rest = tail[start:]
+                if any(len(stop) > len(rest) and stop.startswith(rest) for stop in self._stops):
                     break
-            self._open += 1
+            start += 1
+        self._ready.append(tail[num_shown : start if self._hold else None])
+        self._tail, self._num_exempt = tail[start:], max(0, self._num_exempt - start)
         return None
 
     def _find_stop(self, new: str) -> tuple[int, str] | None:
-        """Where in `_text + new` the first stop string begins; of two that begin there, the shorter came first."""
+        """Where in `_tail + new` the first stop string begins; of two that begin there, the shorter came first."""
         if not self._stops:
             return None
-        tail = self._text[self._open :] + new
-        exempt = self._num_exempt - self._open
+        tail = self._tail + new
         found = [
             (at, len(stop), stop)
             for stop in self._stops
-            if (at := tail.find(stop, max(0, exempt - len(stop) + 1))) >= 0
+            if (at := tail.find(stop, max(0, self._num_exempt - len(stop) + 1))) >= 0
         ]
         if not found:
             return None
         at, _, stop = min(found)
-        return self._open + at, stop
+        return at, stop
 
 
 def _decided(text: str) -> int:

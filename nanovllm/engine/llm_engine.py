@@ -1,10 +1,10 @@
-"""LLMEngine: add requests, step, collect outputs. Everything else (LLM, AsyncLLMEngine, the CLI) drives this.
+"""LLMEngine: add requests, step, collect what is new. Everything else (LLM, AsyncLLMEngine, the CLI) drives this.
 
     engine = LLMEngine(EngineConfig(model="smollm2"))
     engine.add_request("0", "What is the capital of France?", SamplingParams(max_tokens=32))
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            print(output.outputs[0].text)
+        for delta in engine.step():
+            print(delta.outputs[0].text, end="")
 
 One thread drives one engine. Two engines in one process do not know of each other.
 """
@@ -31,7 +31,7 @@ from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.hardware.device import is_out_of_memory
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.sizing import refuse_without_experts
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestDelta, RequestMetrics, gather
 from nanovllm.ranks.choose import choose_executor
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.model_runner import InFlight
@@ -71,7 +71,7 @@ class LLMEngine:
             ),
             BlockManager(self.executor.layout.num_blocks, block_size, config.enable_prefix_caching),
             make_policy(config.scheduling_policy, config.max_wait_steps),
-            text_stop=self._text_stop,
+            text_stop=lambda seq: self._by_seq[seq.seq_id][1].find_stop(),
         )
         vocab_size, special = self.model_config.vocab_size, config.special_tokens_in_text
         self.inputs = InputProcessor(self.tokenizer, vocab_size, self.max_model_len, special)
@@ -83,6 +83,8 @@ class LLMEngine:
         self._by_seq: dict[int, tuple[Request, Completion]] = {}
         self._flights: deque[tuple[StepPlan, InFlight, float]] = deque()  # (plan, its computation, when it began)
         self._moved: list[Sequence] = []  # since the last report
+        self._made: dict[str, RequestDelta] = {}  # by the step that runs
+        self.unread: dict[str, RequestDelta] = {}  # of an interrupted step, or given back: the next step returns them
         self._changing = False  # also after a change that an exception cut short
         self._last_landing = 0.0
         self._num_grammars = 0  # running requests with one
@@ -134,7 +136,7 @@ class LLMEngine:
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is already running: ids must be unique")
         bad_words = self.inputs.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
-        request = Request(request_id, parsed, params, self.tokenizer, final_only, time.monotonic())
+        request = Request(request_id, parsed, params, self.tokenizer, final_only, RequestMetrics(time.monotonic()))
         request.experts_before = self.expert_stats = self.executor.expert_stats()
         number = next(self._request_count)
         with self._change():  # nothing is refused any more
@@ -145,7 +147,7 @@ class LLMEngine:
                 seq.priority, seq.bad_words_ids = priority, bad_words
                 decode = self.tokenizer is not None and params.detokenize
                 detokenizer = Detokenizer(self.tokenizer, parsed.token_ids, params) if decode else None
-                completion = Completion(seq, detokenizer)
+                completion = Completion(index, seq, detokenizer)
                 request.completions.append(completion)
                 self._by_seq[seq.seq_id] = (request, completion)
                 self.scheduler.add(seq)
@@ -169,17 +171,17 @@ class LLMEngine:
             reads_prefix_cache=params.prompt_logprobs is None,
         )
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
+    def abort_request(self, request_id: str) -> RequestDelta | None:
         """End a request now; its blocks are free for others at once. None if it is not running."""
         with self._change():
-            request = self._requests.get(request_id)
+            late, request = self.unread.pop(request_id, None), self._requests.get(request_id)
             if request is None:
-                return None
+                return late
             for completion in request.completions:
                 self.scheduler.abort(completion.seq.seq_id)
             self.watch.left([completion.seq for completion in request.completions])
             self._drop(request)
-        return request.output()
+        return request.delta() if late is None else late.merge(request.delta())
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing is forgotten, while requests run."""
@@ -193,7 +195,7 @@ class LLMEngine:
         return True
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self.unread)
 
     # ---- interrupts --------------------------------------------------------------------------------------------
 
@@ -203,7 +205,7 @@ class LLMEngine:
         block may leave counters, blocks and tables that contradict each other: they are not mended but emptied, now or,
         if a second interrupt prevents that, before the next change."""
         self._empty_if_torn()
-        self._changing = True
+        self._made, self._changing = {}, True
         try:
             yield
         except EngineDeadError:  # nothing can be computed any more, so there is nothing to save
@@ -215,15 +217,17 @@ class LLMEngine:
         self._changing = False
 
     def _empty_if_torn(self, error: BaseException | None = None) -> None:
-        """Every running request ends with an error, which the next step returns; the cache holds nothing."""
+        """Every running request ends with an error; the next step returns that and what the torn one could not."""
         if not self._changing or self._closed:
             return
         self.executor.reset()
         self.scheduler.clear()
         self._flights.clear()
-        for request in list(self._requests.values()):
-            if len(request.completions) < request.params.n:
-                del self._requests[request.request_id]  # add_request was interrupted: its caller knows
+        # Without those whose add_request was interrupted: its caller knows.
+        self._requests = {key: r for key, r in self._requests.items() if len(r.completions) == r.params.n}
+        for request_id in self._requests.keys() & self._made.keys():
+            self._requests[request_id].told(self._made[request_id])
+        self.unread, self._made = {**self.unread, **self._made}, {}
         pairs = [(request, completion) for request in self._requests.values() for completion in request.completions]
         self._by_seq = {completion.seq.seq_id: (request, completion) for request, completion in pairs}
         self._moved = [completion.seq for _, completion in pairs]
@@ -236,22 +240,23 @@ class LLMEngine:
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
-    def step(self, alone: bool = False) -> list[RequestOutput]:
-        """Compute one step. Returns the requests that moved (those added with final_only: that ended).
+    def step(self, alone: bool = False) -> list[RequestDelta]:
+        """Compute one step. Returns what is new of the requests that moved (those added with final_only: that ended).
 
         alone: end one in flight or, if there is none, plan one and end it; nothing more is started."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
         with self._change():
+            self._made, self.unread = self.unread, {}
             # A grammar must know a token before it can say which may follow.
             depth = 1 if alone or self._num_grammars else self.executor.overlap
             while len(self._flights) < depth and self._launch_next():
                 pass
             if self._flights:
                 self._land()
-            ids = {self._by_seq[seq.seq_id][0].request_id for seq in self._moved if seq.seq_id in self._by_seq}
-            self._moved = []
-            return self._collect(ids)
+            moved, self._moved = self._moved, []
+            self._report([self._by_seq[seq.seq_id][0] for seq in moved if seq.seq_id in self._by_seq])
+            return list(self._made.values())
 
     def _launch_next(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute (yet)."""
@@ -263,8 +268,8 @@ class LLMEngine:
             return False
         now = time.monotonic()
         for arrival in plan.arrivals:
-            request = self._by_seq[arrival.seq_id][0]
-            request.first_scheduled_time = request.first_scheduled_time or now
+            metrics = self._by_seq[arrival.seq_id][0].metrics
+            metrics.first_scheduled_time = metrics.first_scheduled_time or now
         self.stats.observe(self.scheduler)
         try:
             self._flights.append((plan, self.executor.launch(plan), now))
@@ -308,36 +313,31 @@ class LLMEngine:
         now = self._last_landing = time.monotonic()
         for moved in progress:
             request, completion = self._by_seq[moved.seq.seq_id]
-            request.first_token_time = request.first_token_time or now
+            request.metrics.first_token_time = request.metrics.first_token_time or now
             if moved.logprobs:
                 request.add_logprobs(completion, moved.logprobs)
         self.stats.count(plan, progress, now - started)
         self.watch.committed(plan, progress, now - started)
         self._moved += [moved.seq for moved in progress]
 
-    def _collect(self, touched: set[str]) -> list[RequestOutput]:
-        outputs = []
-        for request_id in sorted(touched):
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
+    def _report(self, moved: list[Request]) -> None:
+        for request_id, request in {request.request_id: request for request in moved}.items():
             if request.finished:
-                request.finished_time = time.monotonic()
+                request.metrics.finished_time = time.monotonic()
                 self.expert_stats = self.executor.expert_stats()
                 request.note_experts(self.expert_stats)
+            elif request.final_only:
+                continue
+            gather(self._made, request_id, request.delta())
+            request.told(self._made[request_id])
+            if self._made[request_id].finished:
                 self._drop(request)
-            if request.finished or not request.final_only:
-                outputs.append(request.output())
-        return outputs
 
     def _drop(self, request: Request) -> None:
         del self._requests[request.request_id]
         self._num_grammars -= request.params.structured_outputs is not None
         for completion in request.completions:
             del self._by_seq[completion.seq.seq_id]
-
-    def _text_stop(self, seq: Sequence) -> str | None:
-        return self._by_seq[seq.seq_id][1].find_stop()
 
     # ---- what happened -----------------------------------------------------------------------------------------
 
@@ -359,8 +359,8 @@ class LLMEngine:
             return
         self._closed = True
         self.watch.close()
-        self._requests.clear()
-        self._by_seq.clear()
+        for table in (self._requests, self._by_seq, self.unread):
+            table.clear()
         self.executor.close()
 
     def __enter__(self) -> LLMEngine:

@@ -1,4 +1,4 @@
-"""Request: the caller's view of one request, which is n sequences, and the outputs built from their progress."""
+"""Request: the caller's view of one request, which is n sequences, and the deltas made from their progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import EngineInput
 from nanovllm.moe.cache import ExpertStats
-from nanovllm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionDelta, Logprob, PositionLogprobs, RequestDelta, RequestMetrics
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
@@ -19,13 +19,17 @@ logger = logging.getLogger("nanovllm")
 
 @dataclass
 class Completion:
-    """One of the n sequences, with its text and logprobs as far as they have come."""
+    """One of the n sequences, and how much of it has been reported."""
 
+    index: int
     seq: Sequence
     detokenizer: Detokenizer | None
     num_fed: int = 0  # output tokens that the detokenizer has seen
+    num_told: int = 0  # output tokens in deltas
+    has_told_end: bool = False
+    text: str = ""  # not in a delta yet; so the next
     logprobs: list[PositionLogprobs] | None = None
-    cumulative_logprob: float = 0.0
+    cumulative_logprob: float | None = None
 
     def find_stop(self) -> str | None:
         """Feed the newest tokens; the stop string that their text completes, if any."""
@@ -35,13 +39,26 @@ class Completion:
         match = self.detokenizer.feed(self._unfed(), look_for_stops=searching)
         return None if match is None else match.string
 
-    def text(self) -> str:
-        if self.detokenizer is None:
-            return ""
-        self.detokenizer.feed(self._unfed())
-        if self.seq.finished:
-            self.detokenizer.finish()
-        return self.detokenizer.text
+    def delta(self, is_first: bool) -> CompletionDelta | None:
+        """What is new; None: nothing. The first delta is made even of nothing."""
+        seq = self.seq
+        token_ids = seq.token_ids[seq.num_prompt + self.num_told :]
+        if self.has_told_end or not (token_ids or seq.finished or is_first):
+            return None
+        if self.detokenizer is not None:
+            self.detokenizer.feed(self._unfed())
+            if seq.finished:
+                self.detokenizer.finish()
+            self.text += self.detokenizer.take()
+        return CompletionDelta(
+            self.index, self.num_told, token_ids, [self.text] if self.text else [], self.logprobs,
+            self.cumulative_logprob, seq.finish_reason, seq.stop_reason,
+        )  # fmt: skip
+
+    def told(self, new: CompletionDelta) -> None:
+        end = new.start + len(new.token_ids), new.finish_reason is not None
+        if end != (self.num_told, self.has_told_end):  # else this is known
+            (self.num_told, self.has_told_end), self.text, self.logprobs = end, "", None
 
     def _unfed(self) -> list[int]:
         seq = self.seq
@@ -59,14 +76,11 @@ class Request:
     params: SamplingParams
     tokenizer: Any | None
     final_only: bool  # report once, at the end; else after every step
-    arrival_time: float
+    metrics: RequestMetrics
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
     experts_before: ExpertStats | None = None  # what was counted when it arrived
-    experts: dict[str, Any] | None = None  # what was counted since, once it has finished
+    is_told: bool = False  # a delta was made
     decoded: dict[int, str] = field(default_factory=dict)  # of logprobs: a whole vocabulary takes a second to decode
 
     def __post_init__(self) -> None:
@@ -75,14 +89,17 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(completion.seq.finished for completion in self.completions)
+        for completion in self.completions:  # noqa: SIM110 (runs twice a step, and all(...) takes three times as long)
+            if not completion.seq.finished:
+                return False
+        return True
 
     def note_experts(self, now: ExpertStats | None) -> None:
         """What offloading did while this request ran, for its metrics and the log."""
         if now is None or self.experts_before is None:
             return
         since = now - self.experts_before
-        self.experts = since.summary()
+        self.metrics.experts = since.summary()
         logger.info(
             "experts: %.0f %% found on the device, %.3f GB copied a token, %.2f s waited for copies, %.0f %% of the "
             "guesses right", 100 * since.hit_rate, since.bytes_per_token / 1e9, since.stall_seconds,
@@ -96,7 +113,7 @@ class Request:
             if completion.logprobs is None:
                 completion.logprobs = []
             completion.logprobs.append(self._position(score))
-            completion.cumulative_logprob += score.logprobs[0]
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + score.logprobs[0]
 
     def add_prompt_logprobs(self, start: int, scores: list[TokenLogprobs]) -> None:
         """scores[i] is of the token at start + i + 1. A preempted prompt is computed anew: positions known are kept."""
@@ -116,32 +133,25 @@ class Request:
             self.decoded[token_id] = self.tokenizer.decode([token_id])
         return self.decoded.get(token_id)
 
-    def output(self) -> RequestOutput:
-        first = self.completions[0].seq
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.input.text,
-            prompt_token_ids=self.input.token_ids,
-            outputs=[self._completion_output(i, completion) for i, completion in enumerate(self.completions)],
-            finished=self.finished,
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
-            num_cached_tokens=first.num_cached_tokens,
-            metrics=RequestMetrics(
-                self.arrival_time, self.first_scheduled_time, self.first_token_time, self.finished_time,
-                sum(completion.seq.num_preemptions for completion in self.completions), self.experts,
-            ),
-            error=next((str(c.seq.stop_reason) for c in self.completions if c.seq.finish_reason == "error"), None),
+    def delta(self) -> RequestDelta:
+        """What is new since the last one that was `told`."""
+        outputs, error = [], None
+        for completion in self.completions:
+            if (new := completion.delta(is_first=not self.is_told)) is not None:
+                outputs.append(new)
+                if new.finish_reason == "error":
+                    error = str(new.stop_reason)
+        finished = self.finished
+        if finished:
+            self.metrics.num_preemptions = sum(completion.seq.num_preemptions for completion in self.completions)
+        return RequestDelta(
+            self.request_id, self.input.text, self.input.token_ids, outputs, finished, self.prompt_logprobs,
+            self.completions[0].seq.num_cached_tokens, self.metrics, error,
         )  # fmt: skip
 
-    def _completion_output(self, index: int, completion: Completion) -> CompletionOutput:
-        seq = completion.seq
-        text = completion.text()
-        return CompletionOutput(
-            index=index,
-            text=text,
-            token_ids=seq.token_ids[seq.num_prompt :],
-            cumulative_logprob=completion.cumulative_logprob if completion.logprobs is not None else None,
-            logprobs=None if completion.logprobs is None else list(completion.logprobs),  # ours grows on
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-        )
+    def told(self, delta: RequestDelta) -> None:
+        """The delta is where the caller gets it. Apart from `delta` so that an interrupt between the two loses nothing;
+        saying it twice is fine."""
+        for new in delta.outputs:
+            self.completions[new.index].told(new)
+        self.is_told = True

@@ -1,6 +1,6 @@
 """Answers: a body in, JSON or server-sent events out, for completions and for chat.
 
-An answer does its work when the framework sends it, in one task: encode, admit, generate, send. The first output is
+An answer does its work when the framework sends it, in one task: encode, admit, generate, send. The first delta is
 awaited before the status line goes out, so what fails before the first token has a real status (400, 429, 503, ...);
 after that an error is one more event. If the client leaves, the task is cancelled, and with it the engine's request.
 """
@@ -19,11 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.engine.inputs import EngineInput
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionDelta, RequestDelta
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, as_api_error
 from nanovllm.server.guard import ClientGone, Guard
-from nanovllm.server.pieces import Follower, Piece, chat_logprobs, completion_logprobs, usage
+from nanovllm.server.pieces import Choice, Usage, chat_logprobs, completion_logprobs
 from nanovllm.server.prompts import encode_chat, encode_prompts
 from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling
 from nanovllm.server.service import Job, Service
@@ -33,10 +33,33 @@ logger = logging.getLogger("nanovllm")
 BodyT = TypeVar("BodyT", bound=Sampling)
 DONE = b"data: [DONE]\n\n"
 SMALL_ANSWER = 256  # positions with log probabilities; more take longer than the event loop should be held
+MARK = "text"  # stands for the text while the frame of an event is made
+quote = json.JSONEncoder(ensure_ascii=False).encode
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # a proxy that collects events defeats streaming
 ]  # fmt: skip
+Write = Callable[[dict[str, Any]], bytes]
+
+
+def num_positions(delta: RequestDelta) -> int:
+    """With log probabilities, which are most of the work."""
+    return len(delta.prompt_logprobs or ()) + sum(len(new.logprobs or ()) for new in delta.outputs)
+
+
+def dump(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def dump_slowly(data: dict[str, Any]) -> bytes:
+    """For other threads. json.dumps is one call of C that holds the interpreter's lock, and the event loop waits for
+    it as if it were its own; in pieces Python's own encoder writes, which lets others in between."""
+    parts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(data)
+    return "".join(parts).encode(errors="replace")
+
+
+def event(data: dict[str, Any], write: Write = dump) -> bytes:
+    return b"data: " + write(data) + b"\n\n"
 
 
 class Answer(Response, Generic[BodyT]):
@@ -62,16 +85,21 @@ class Answer(Response, Generic[BodyT]):
         """In another thread: everything that can be refused is refused here."""
         raise NotImplementedError
 
-    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any] | None:
-        """Of an event (None: nothing to tell yet), or of an answer in one go."""
+    def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any] | None:
+        """A choice of an event (None: nothing to tell yet), or of an answer in one go."""
         raise NotImplementedError
 
-    def opening(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any] | None:
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
         """An event before the first of a choice."""
         return None
 
-    def usage(self, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
-        return usage(outputs)
+    def usage(self) -> Usage:
+        return Usage()
+
+    @property
+    def has_frames(self) -> bool:
+        """Events in the middle of an answer differ in their text only."""
+        raise NotImplementedError
 
     # ---- what they have in common ------------------------------------------------------------------------------
 
@@ -99,99 +127,87 @@ class Answer(Response, Generic[BodyT]):
             raise ApiError(400, f"n={body.n}: must be in [1, {options.max_n}]", param="n")
         with self.service.admit(self.num_prompts() * body.n):
             inputs, params = await self.service.encode(self.encode)
-            job = Job(self.request_id, inputs, params, body.priority, self.arrival)
-            async with aclosing(self.service.stream(job)) as outputs:
+            job = Job(self.request_id, inputs, params, body.priority, self.arrival, final_only=not body.stream)
+            async with aclosing(self.service.stream(job)) as deltas:
                 if body.stream:
-                    await self._send_events(outputs, send)
+                    await self._send_events(deltas, send)
                 else:
-                    newest = {index: output async for index, output in outputs}
-                    await (await self._respond(newest))(scope, receive, send)
+                    wholes = {prompt: delta async for prompt, delta in deltas}
+                    await (await self._respond(wholes))(scope, receive, send)
 
-    async def _respond(self, outputs: dict[int, RequestOutput]) -> Response:
-        size = sum(num_positions(output) for output in outputs.values())
-        if size <= SMALL_ANSWER:
-            return JSONResponse(self._whole(outputs))
-        data = await asyncio.to_thread(lambda: dump_slowly(self._whole(outputs)))
+    async def _respond(self, wholes: dict[int, RequestDelta]) -> Response:
+        if sum(num_positions(delta) for delta in wholes.values()) <= SMALL_ANSWER:
+            return JSONResponse(self._whole(wholes))
+        data = await asyncio.to_thread(lambda: dump_slowly(self._whole(wholes)))
         return Response(data, media_type=JSONResponse.media_type)
 
-    def _whole(self, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
-        choices = []
-        for index, output in sorted(outputs.items()):
-            for completion in output.outputs:
-                piece = Follower().next(completion)
-                assert piece is not None
-                choice = self.choice(self._index(index, completion), piece, output)
-                assert choice is not None
-                choices.append(choice)
-        return self._envelope(self.object, choices, usage=self.usage(outputs))
+    def _whole(self, wholes: dict[int, RequestDelta]) -> dict[str, Any]:
+        choices, usage = [], self.usage()
+        for prompt, delta in sorted(wholes.items()):
+            usage.add(prompt, delta)
+            choices += [self.record(Choice(self._index(prompt, new)), new, delta) for new in delta.outputs]
+        return self._envelope(self.object, choices, usage=usage.record())
 
-    def _index(self, prompt: int, completion: CompletionOutput) -> int:
-        return prompt * self.body_model.n + completion.index
+    def _index(self, prompt: int, new: CompletionDelta) -> int:
+        return prompt * self.body_model.n + new.index
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def _envelope(self, kind: str, choices: list[dict[str, Any] | None], **more: Any) -> dict[str, Any]:
         return {
             "id": f"{self.prefix}-{self.request_id}", "object": kind, "created": self.created,
             "model": self.service.model_name, "choices": choices, **more,
         }  # fmt: skip
 
-    async def _send_events(self, outputs: AsyncIterator[tuple[int, RequestOutput]], send: Send) -> None:
-        async for data in self._events(outputs):
+    async def _send_events(self, deltas: AsyncIterator[tuple[int, RequestDelta]], send: Send) -> None:
+        async for data in self._events(deltas):
             if not self._started:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
                 self._started = True
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
-    async def _events(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
+    async def _events(self, deltas: AsyncIterator[tuple[int, RequestDelta]]) -> AsyncIterator[bytes]:
         asked = self.body_model.stream_options
-        followers: dict[int, Follower] = {}
-        newest: dict[int, RequestOutput] = {}
-        async for prompt, output in outputs:
-            newest[prompt] = output
-            choices = []
-            is_large = False
-            for completion in output.outputs:
-                index = self._index(prompt, completion)
-                piece = followers.setdefault(index, Follower()).next(completion)
-                if piece is None:
-                    continue
-                if piece.is_first and (opening := self.opening(index, piece, output)):
-                    choices.append(opening)
-                echoed = output.prompt_logprobs if piece.is_first else None
-                if len(piece.positions or ()) + len(echoed or ()) > SMALL_ANSWER:
-                    is_large, choice = True, await asyncio.to_thread(self.choice, index, piece, output)
+        counts = asked is not None and asked.include_usage
+        choices: dict[int, Choice] = {}
+        usage = self.usage()
+        more: dict[str, Any] = {"usage": None} if counts else {}
+        async for prompt, delta in deltas:
+            if counts:
+                usage.add(prompt, delta)
+                more["usage"] = usage.record() if asked.continuous_usage_stats else None
+            parts = []
+            for new in delta.outputs:
+                index = self._index(prompt, new)
+                choice = choices.get(index) or choices.setdefault(index, Choice(index))
+                echoed = len(delta.prompt_logprobs or ()) if choice.is_first else 0
+                if len(new.logprobs or ()) + echoed > SMALL_ANSWER:
+                    parts += await asyncio.to_thread(self._parts, choice, new, delta, more, dump_slowly)
                 else:
-                    choice = self.choice(index, piece, output)
-                if choice is not None:
-                    choices.append(choice)
-            more: dict[str, Any] = {}
-            if asked is not None and asked.include_usage:
-                more["usage"] = self.usage(newest) if asked.continuous_usage_stats else None
-            for choice in choices:
-                chunk = self._envelope(self.chunk_object, [choice], **more)
-                yield await asyncio.to_thread(event, chunk, dump_slowly) if is_large else event(chunk)
-        if asked is not None and asked.include_usage:
-            yield event(self._envelope(self.chunk_object, [], usage=self.usage(newest)))
+                    parts += self._parts(choice, new, delta, more)
+            if parts:
+                yield b"".join(parts)
+        if counts:
+            yield event(self._envelope(self.chunk_object, [], usage=usage.record()))
 
-
-def num_positions(output: RequestOutput) -> int:
-    """With log probabilities, which are most of the work."""
-    return len(output.prompt_logprobs or ()) + sum(len(completion.logprobs or ()) for completion in output.outputs)
-
-
-def dump(data: dict[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-
-
-def dump_slowly(data: dict[str, Any]) -> bytes:
-    """For other threads. json.dumps is one call of C that holds the interpreter's lock, and the event loop waits for
-    it as if it were its own; in pieces Python's own encoder writes, which lets others in between."""
-    parts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(data)
-    return "".join(parts).encode(errors="replace")
-
-
-def event(data: dict[str, Any], write: Callable[[dict[str, Any]], bytes] = dump) -> bytes:
-    return b"data: " + write(data) + b"\n\n"
+    def _parts(
+        self, choice: Choice, new: CompletionDelta, delta: RequestDelta, more: dict[str, Any], write: Write = dump
+    ) -> list[bytes]:
+        """The events that tell what is new; none for half a character, or text that may become a stop string."""
+        text, is_last = new.text, new.finish_reason is not None
+        if not (text or new.logprobs or is_last):
+            return []
+        if choice.frame is not None and not is_last:
+            return [choice.frame[0], quote(text).encode(errors="replace"), choice.frame[1]]
+        records = [self.opening(choice)] if choice.is_first else []
+        records.append(self.record(choice, new, delta))
+        choice.sent(new)
+        if self.has_frames and not is_last and not more.get("usage"):
+            sample = self.record(choice, CompletionDelta(new.index, 0, [], [MARK]), delta)
+            # The last place where it stands: after it comes nothing that a client has sent.
+            whole = event(self._envelope(self.chunk_object, [sample], **more))
+            choice.frame = whole.rpartition(quote(MARK).encode())[::2]
+        told = [self._envelope(self.chunk_object, [record], **more) for record in records if record is not None]
+        return [event(data, write) for data in told]
 
 
 class CompletionAnswer(Answer[CompletionBody]):
@@ -208,30 +224,34 @@ class CompletionAnswer(Answer[CompletionBody]):
         params = body.params(engine.sampling_defaults.values)
         return encode_prompts(engine, body, params), engine.grammars.compiled(params)
 
-    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
+    def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any]:
         body = self.body_model
-        text, num_top = piece.text, body.logprobs or 0
-        positions, offset, first_token = piece.positions, piece.offset, None
+        text, num_top = new.text, body.logprobs or 0
+        positions, offset, first_token = new.logprobs, choice.offset, None
         if body.only_scores:
             text, positions = "", positions and []
-        if body.echo and output.prompt is not None:
-            if piece.is_first:
-                text = output.prompt + text
-                if positions is not None and output.prompt_logprobs is not None:
-                    positions = [position for position in output.prompt_logprobs if position] + positions
-                    first_token = self.service.engine.engine.tokenizer.decode(output.prompt_token_ids[:1])
+        if body.echo and delta.prompt is not None:
+            if choice.is_first:
+                text = delta.prompt + text
+                if positions is not None and delta.prompt_logprobs is not None:
+                    positions = [position for position in delta.prompt_logprobs if position] + positions
+                    first_token = self.service.engine.engine.tokenizer.decode(delta.prompt_token_ids[:1])
             else:
-                offset += len(output.prompt)
+                offset += len(delta.prompt)
         return {
-            "index": index,
+            "index": choice.index,
             "text": text,
             "logprobs": completion_logprobs(positions, num_top, offset, first_token),
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
+            "finish_reason": new.finish_reason,
+            "stop_reason": new.stop_reason,
         }
 
-    def usage(self, outputs: dict[int, RequestOutput]) -> dict[str, Any]:
-        return usage(outputs, drop_new=self.body_model.only_scores)
+    def usage(self) -> Usage:
+        return Usage(drop_new=self.body_model.only_scores)
+
+    @property
+    def has_frames(self) -> bool:
+        return self.body_model.logprobs is None and not self.body_model.only_scores
 
 
 class ChatAnswer(Answer[ChatBody]):
@@ -253,16 +273,20 @@ class ChatAnswer(Answer[ChatBody]):
             one_call=body.one_call,
         )  # fmt: skip
 
-    def opening(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    @property
+    def has_frames(self) -> bool:
+        return not (self.body_model.logprobs or self.body_model.offered)
 
-    def choice(self, index: int, piece: Piece, output: RequestOutput) -> dict[str, Any] | None:
-        body, said, reason = self.body_model, Said(piece.text), piece.finish_reason
+    def opening(self, choice: Choice) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any] | None:
+        body, said, reason = self.body_model, Said(new.text), new.finish_reason
         if body.offered:
-            reader = self._readers.get(index) or self._readers.setdefault(index, self._reader())
-            said = reader.feed(piece.text, reason is not None)
-            if body.stream and not (said.content or said.calls or piece.positions or reason):
+            reader = self._readers.get(choice.index) or self._readers.setdefault(choice.index, self._reader())
+            said = reader.feed(new.text, reason is not None)
+            if body.stream and not (said.content or said.calls or new.logprobs or reason):
                 return None
             reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
         content: dict[str, Any] = {"content": said.content}
@@ -275,9 +299,9 @@ class ChatAnswer(Answer[ChatBody]):
             if calls := said.whole_calls():
                 content.update(content=said.content or None, tool_calls=calls)
         return {
-            "index": index,
+            "index": choice.index,
             "delta" if body.stream else "message": content,
-            "logprobs": chat_logprobs(piece.positions, body.top_logprobs),
+            "logprobs": chat_logprobs(new.logprobs, body.top_logprobs),
             "finish_reason": reason,
-            "stop_reason": piece.stop_reason,
+            "stop_reason": new.stop_reason,
         }

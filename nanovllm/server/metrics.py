@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.moe.cache import ExpertStats
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestDelta
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -44,7 +44,6 @@ class Metrics:
         self.prompt_lens = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
         self.output_lens = self._histogram("request_generation_tokens", "Tokens of an answer", TOKENS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed or taken from the cache")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._success = Counter(
             "vllm:request_success", "Requests that ended, by reason", (*LABELS, "finished_reason"),
             registry=self.registry,
@@ -83,6 +82,7 @@ class EngineCollector:
             "kv_cache_usage_perc": ("Share of KV blocks in use, 1 = all", lives * blocks.num_used / blocks.num_blocks),
         }
         counters = {
+            "generation_tokens": ("Tokens generated", self._engine.engine.stats.generated_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", blocks.num_queries),
             "prefix_cache_hits": ("Prompt tokens found there", blocks.num_hits),
             "num_preemptions": ("Sequences that gave up their blocks for others", scheduler.num_preemptions),
@@ -114,45 +114,45 @@ class EngineCollector:
 
 
 class RequestClock:
-    """Times of one request, from its outputs as they come."""
+    """Times of one request, from its deltas as they come."""
 
     def __init__(self, metrics: Metrics, arrival: float) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._counts: list[int] = []  # tokens seen of each completion
-        self._last = arrival
-        self._first: float | None = None
+        self._first = self._last = 0.0
+        self._reason: str | None = None  # why the first completion ended
 
-    def see(self, output: RequestOutput) -> None:
+    def see(self, delta: RequestDelta) -> None:
         now = time.monotonic()
-        metrics = self._metrics
-        counts = [len(completion.token_ids) for completion in output.outputs]
-        if self._first is None:
-            self._first = now
-            self._counts = [0] * len(counts)
-            metrics.first_token.observe(now - self._arrival)
-            metrics.prompt_tokens.inc(len(output.prompt_token_ids))
-        else:
-            for count, before in zip(counts, self._counts):
-                if count > before:
-                    metrics.between.observe((now - self._last) / (count - before))
-        metrics.generation_tokens.inc(sum(counts) - sum(self._counts))
-        self._counts, self._last = counts, now
-        if output.finished:
-            self._finish(output, now)
+        metrics, is_first = self._metrics, not self._counts
+        if is_first:
+            self._counts = [0] * len(delta.outputs)
+            self._first = self._last = delta.metrics.first_token_time or now
+            metrics.first_token.observe(self._first - self._arrival)
+            metrics.prompt_tokens.inc(len(delta.prompt_token_ids))
+        for new in delta.outputs:
+            count = len(new.token_ids)
+            if count > is_first:  # the first token of all ends no gap
+                metrics.between.observe((now - self._last) / (count - is_first))
+            self._counts[new.index] += count
+            self._reason = new.finish_reason if new.index == 0 else self._reason
+        self._last = now
+        if delta.finished:
+            self._finish(delta, now)
 
     def abort(self) -> None:
         self._metrics.count_end("abort")
 
-    def _finish(self, output: RequestOutput, now: float) -> None:
-        metrics, times = self._metrics, output.metrics
+    def _finish(self, delta: RequestDelta, now: float) -> None:
+        metrics, times = self._metrics, delta.metrics
         metrics.latency.observe(now - self._arrival)
-        metrics.prompt_lens.observe(len(output.prompt_token_ids))
-        for completion in output.outputs:
-            metrics.output_lens.observe(len(completion.token_ids))
-        metrics.count_end(output.outputs[0].finish_reason or "error")
+        metrics.prompt_lens.observe(len(delta.prompt_token_ids))
+        for count in self._counts:
+            metrics.output_lens.observe(count)
+        metrics.count_end(self._reason or "error")
         longest = max(self._counts)
-        if longest > 1 and self._first is not None:
+        if longest > 1:
             metrics.per_token.observe((now - self._first) / (longest - 1))
         if times.first_scheduled_time is None or times.first_token_time is None or times.finished_time is None:
             return

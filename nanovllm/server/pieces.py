@@ -1,67 +1,51 @@
-"""From cumulative outputs to what is new of each completion, and log probabilities in OpenAI's two shapes."""
+"""What has been sent of a choice, how many tokens an answer took, and log probabilities in OpenAI's two shapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from nanovllm.outputs import CompletionDelta, Logprob, PositionLogprobs, RequestDelta
 
 # JSON has no -inf; this is what vLLM sends for a token that cannot be.
 LOWEST = -9999.0
 UNKNOWN = "\ufffd"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one completion has gained since the last piece; for an answer in one go, all of it."""
+@dataclass
+class Choice:
+    """One of the prompts * n answers to a request, and what of it has been sent."""
 
-    text: str
-    positions: list[PositionLogprobs] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    is_first: bool
-    offset: int = 0  # characters of the tokens in all earlier pieces
+    index: int
+    is_first: bool = True  # nothing has
+    offset: int = 0  # characters of the tokens whose logprobs have been sent
+    frame: tuple[bytes, bytes] | None = None  # what stands before and after the text in an event that has only text
 
-
-class Follower:
-    """Cuts one completion into pieces."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.offset = 0
-        self.finished = False
-        self._num_chars = 0
-        self._is_first = True
-
-    def next(self, completion: CompletionOutput) -> Piece | None:
-        """None if there is nothing to tell (half a character, or text that may become a stop string)."""
-        if self.finished:
-            return None
-        text = completion.text[self._num_chars :]
-        positions = None if completion.logprobs is None else completion.logprobs[self.num_tokens :]
-        self.num_tokens = len(completion.token_ids)
-        self.finished = completion.finished
-        if not (text or positions or self.finished):
-            return None
-        piece = Piece(text, positions, completion.finish_reason, completion.stop_reason, self._is_first, self.offset)
-        self._num_chars += len(text)
-        self.offset += sum(len(_sampled(position)[1].decoded_token or "") for position in positions or ())
-        self._is_first = False
-        return piece
+    def sent(self, new: CompletionDelta) -> None:
+        self.is_first = False
+        self.offset += sum(len(_sampled(position)[1].decoded_token or "") for position in new.logprobs or ())
 
 
-def usage(outputs: dict[int, RequestOutput], drop_new: bool = False) -> dict[str, Any]:
-    """`outputs`: the newest of each prompt."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs.values())
-    new = 0 if drop_new else sum(len(c.token_ids) for output in outputs.values() for c in output.outputs)
-    cached = sum(output.num_cached_tokens for output in outputs.values())
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+class Usage:
+    """Tokens of all prompts of a request and of what was written for them."""
+
+    def __init__(self, drop_new: bool = False) -> None:
+        self._drop_new = drop_new
+        self._prompts: dict[int, tuple[int, int]] = {}  # (tokens, cached ones) of each
+        self._num_new = 0
+
+    def add(self, prompt: int, delta: RequestDelta) -> None:
+        self._prompts[prompt] = len(delta.prompt_token_ids), delta.num_cached_tokens
+        self._num_new += 0 if self._drop_new else sum(len(new.token_ids) for new in delta.outputs)
+
+    def record(self) -> dict[str, Any]:
+        prompt = sum(num_tokens for num_tokens, _ in self._prompts.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_new,
+            "total_tokens": prompt + self._num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
+        }
 
 
 def _sampled(position: PositionLogprobs) -> tuple[int, Logprob]:

@@ -97,11 +97,13 @@ class EngineReplica:
     def __init__(self, config: EngineConfig, options: ServerOptions) -> None:
         from nanovllm.engine.async_engine import AsyncLLMEngine
         from nanovllm.server.app import make_app
+        from nanovllm.server.run import freeze_gc
         from nanovllm.server.service import Service
 
         _keep_to_loopback()
         self.service = Service(AsyncLLMEngine(config), options)
         self.app = make_app(self.service)
+        freeze_gc()
         self.name = f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}".encode()
 
     async def answer(

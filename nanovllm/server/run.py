@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -121,6 +122,13 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
     return config
 
 
+def freeze_gc() -> None:
+    """What was built at start-up stays, so the collector need not look at its 370,000 objects again: some 0.3 s each
+    time, in which no token leaves."""
+    gc.collect()
+    gc.freeze()
+
+
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -142,6 +150,7 @@ def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], Non
         raise
     try:
         server = make_server(service)  # a trace that cannot be written is said before anyone is invited
+        freeze_gc()
         say(f"{service.model_name} at {address_of(listener)}/v1 (Ctrl-C ends)")
         say(f"sampling defaults: {service.engine.engine.sampling_defaults}")
         say(f"page: {address_of(listener)}/{'' if options.events else ' (--events lets it show the engine at work)'}")

@@ -1,8 +1,8 @@
-"""Service: what stands between HTTP and the engine. Admits or refuses, encodes off the event loop, streams outputs.
+"""Service: what stands between HTTP and the engine. Admits or refuses, encodes off the event loop, streams deltas.
 
     with service.admit(num_seqs):
         inputs = await service.encode(lambda: ...)
-        async for index, output in service.stream(job): ...
+        async for index, delta in service.stream(job): ...
 
 Everything here runs on the event loop, except what is handed to `encode`.
 """
@@ -26,7 +26,7 @@ import anyio
 
 from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.engine.inputs import EngineInput
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestDelta, gather
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ENGINE_FAILED, ENGINE_STUCK, INTERNAL, ApiError, timed_out
 from nanovllm.server.metrics import Metrics, RequestClock
@@ -48,6 +48,7 @@ class Job:
     params: SamplingParams
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
+    final_only: bool = False  # one delta for each prompt, at its end
 
 
 class Service:
@@ -129,44 +130,46 @@ class Service:
             return await future
         raise timed_out("tokenising or templating", seconds)
 
-    async def stream(self, job: Job) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(index of the prompt, its newest output), until all are finished. Leaving early aborts what still runs."""
+    async def stream(self, job: Job) -> AsyncIterator[tuple[int, RequestDelta]]:
+        """(index of the prompt, what is new of it), until all are finished. Leaving early aborts what still runs."""
         if len(job.inputs) == 1:
-            async with aclosing(self._one(job, 0)) as outputs:
-                async for output in outputs:
-                    yield 0, output
+            async with aclosing(self._one(job, 0)) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
             return
         async with aclosing(self._many(job)) as pairs:
             async for pair in pairs:
                 yield pair
 
-    async def _one(self, job: Job, index: int) -> AsyncIterator[RequestOutput]:
+    async def _one(self, job: Job, index: int) -> AsyncIterator[RequestDelta]:
         # The client's id may be in use by another request of its; the engine's must be unique.
         name = f"{job.request_id}-{index}-{next(self._numbers)}"
         clock = RequestClock(self.metrics, job.arrival)
-        outputs = self.engine.generate(job.inputs[index], job.params, name, priority=job.priority)  # type: ignore[arg-type]
+        deltas = self.engine.stream(
+            job.inputs[index], job.params, name, priority=job.priority, final_only=job.final_only
+        )
         finished = False
         try:
-            async with aclosing(outputs) as steps:  # type: ignore[type-var]
-                async for output in steps:
-                    finished = output.finished
-                    clock.see(output)
-                    if output.error is not None:  # logged by the engine, with its trace
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    finished = delta.finished
+                    clock.see(delta)
+                    if delta.error is not None:  # logged by the engine, with its trace
                         raise ApiError(500, INTERNAL, code="step_failed")
-                    yield output
+                    yield delta
         finally:
             if not finished:
                 clock.abort()
 
-    async def _many(self, job: Job) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Outputs are cumulative, so of each prompt only the newest is kept for a reader that is slow."""
-        newest: dict[int, RequestOutput] = {}
+    async def _many(self, job: Job) -> AsyncIterator[tuple[int, RequestDelta]]:
+        """What a slow reader has not read yet is merged, as in the mailbox of each stream."""
+        unread: dict[int, RequestDelta] = {}
         changed = asyncio.Event()
 
         async def follow(index: int) -> None:
-            async with aclosing(self._one(job, index)) as outputs:
-                async for output in outputs:
-                    newest[index] = output
+            async with aclosing(self._one(job, index)) as deltas:
+                async for delta in deltas:
+                    gather(unread, index, delta)
                     changed.set()
 
         tasks = [asyncio.create_task(follow(index)) for index in range(len(job.inputs))]
@@ -180,7 +183,7 @@ class Service:
                     if task.done():
                         task.result()  # raises what ended it
                 done = all(task.done() for task in tasks)
-                ready, newest = newest, {}
+                ready, unread = unread, {}
                 for pair in ready.items():
                     yield pair
                 if done:

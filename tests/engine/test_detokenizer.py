@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.engine.detokenizer import MAX_PENDING, MAX_SPAN, MAX_WINDOW, Detokenizer, StopMatch
+from nanovllm.engine.detokenizer import MAX_PENDING, MAX_SPAN, MAX_WINDOW, StopMatch
+from nanovllm.engine.detokenizer import Detokenizer as Taking
 from nanovllm.sampling_params import SamplingParams
 
 CORPUS = [
@@ -83,6 +84,17 @@ def _byte_chars():
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(other)) for byte in range(256)]
+
+
+class Detokenizer(Taking):
+    """With all the text that could be taken so far."""
+
+    taken = ""
+
+    @property
+    def text(self):
+        self.taken += self.take()
+        return self.taken
 
 
 def make(kind, prompt_ids=(), **params):

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, EngineConfig, EngineDeadError, LLMEngine, RequestError, RequestOutput, SamplingParams
+from nanovllm import (
+    LLM,
+    EngineConfig,
+    EngineDeadError,
+    LLMEngine,
+    RequestDelta,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)  # fmt: skip
 from tests.tiny_models import NEW_TOKENS, TinyModel, edit_config
 
 MakeLLM = Callable[..., LLM]
@@ -17,11 +26,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 def drain(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    """All outputs of all requests, in the order they came."""
+    """The output of each request after each of its steps."""
     seen: dict[str, list[RequestOutput]] = {}
+    totals: dict[str, RequestDelta] = {}
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            seen.setdefault(output.request_id, []).append(output)
+        for delta in engine.step():
+            total = totals[delta.request_id].merge(delta) if delta.request_id in totals else delta
+            totals[delta.request_id] = total
+            seen.setdefault(delta.request_id, []).append(total.output())
     return seen
 
 
@@ -176,15 +188,16 @@ def test_abort_of_one_leaves_the_others_right(make_llm: MakeLLM, llama: TinyMode
     engine = make_llm(max_num_batched_tokens=32).engine
     for i, prompt in enumerate(llama.prompts):
         engine.add_request(str(i), prompt, GREEDY)
-    outputs: dict[str, RequestOutput] = {}
-    for victim in ("10", "0", "5"):
-        for output in engine.step():
-            outputs[output.request_id] = output
-        engine.abort_request(victim)
-    outputs.update((request_id, parts[-1]) for request_id, parts in drain(engine).items())
+    found: dict[str, list[int]] = {str(i): [] for i in range(len(llama.prompts))}
+    victims = ["10", "0", "5"]
+    while engine.has_unfinished_requests():
+        for delta in engine.step():
+            found[delta.request_id] += delta.outputs[0].token_ids
+        if victims:
+            engine.abort_request(victims.pop(0))
     for i, tokens in enumerate(llama.tokens):
         if str(i) not in ("10", "0", "5"):
-            assert outputs[str(i)]["token_ids"] == tokens
+            assert found[str(i)] == tokens
     assert_sound(engine, llama)
 
 
@@ -253,7 +266,7 @@ def test_ctrl_c_inside_a_step_is_not_forgotten_by_a_caller_that_goes_on(
     fail_on(monkeypatch, engine, 3, KeyboardInterrupt(), False)
     with pytest.raises(KeyboardInterrupt):
         drain(engine)
-    assert engine.step()[0]["finish_reason"] == "error"
+    assert engine.step()[0].outputs[0].finish_reason == "error"
     assert_sound(engine, llama)
 
 
@@ -261,7 +274,7 @@ def test_ctrl_c_between_steps(make_llm: MakeLLM, llama: TinyModel, monkeypatch: 
     llm = make_llm()
     step, calls = llm.engine.step, 0
 
-    def interrupted() -> list[RequestOutput]:
+    def interrupted() -> list[RequestDelta]:
         nonlocal calls
         calls += 1
         if calls == 3:
@@ -322,8 +335,8 @@ def test_two_engines_in_one_process(make_llm: MakeLLM, llama: TinyModel, tiny: A
     done: dict[tuple[str, str], list[int]] = {}
     while first.has_unfinished_requests() or second.has_unfinished_requests():
         for name, engine in (("first", first), ("second", second)):
-            for output in engine.step():
-                done[name, output.request_id] = output["token_ids"]
+            for delta in engine.step():
+                done.setdefault((name, delta.request_id), []).extend(delta.outputs[0].token_ids)
     assert [done["first", str(i)] for i in range(11)] == llama.tokens
     assert [done["second", str(i)] for i in range(11)] == other.tokens
 
@@ -344,7 +357,9 @@ def test_requests_of_others_do_not_disturb_generate(make_llm: MakeLLM, llama: Ti
     llm.engine.add_request("mine", llama.prompts[1], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     llm.engine.add_request("short", llama.prompts[2], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     assert [o["token_ids"] for o in llm.generate(llama.prompts, GREEDY, use_tqdm=False)] == llama.tokens
-    assert drain(llm.engine)["mine"][-1]["token_ids"][:12] == llama.tokens[1]
+    outputs = drain(llm.engine)  # what was reported while generate ran, too: "short" ended then
+    assert outputs["mine"][-1]["token_ids"][:12] == llama.tokens[1]
+    assert outputs["short"][-1]["token_ids"] == llama.tokens[2][:2]
 
 
 # ---- limits and order ------------------------------------------------------------------------------------------------

@@ -283,7 +283,8 @@ def test_engines_side_by_side(facts: Find, resident: Resident) -> None:
             llm.engine.add_request(str(i), prompt, params)
     while any(llm.engine.has_unfinished_requests() for llm in engines):
         for llm, found in zip(engines, tokens):
-            found |= {o.request_id: o["token_ids"] for o in llm.engine.step()}
+            for delta in llm.engine.step():
+                found.setdefault(delta.request_id, []).extend(delta.outputs[0].token_ids)
     for llm, found, name in zip(engines, tokens, (MODELS[0],) * 3 + (MODELS[1],)):
         assert [found[str(i)] for i in range(len(PROMPTS))] == first_tokens(resident(name))
         llm.close()

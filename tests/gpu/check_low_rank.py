@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,10 +199,11 @@ def decode(llm: LLM, num_seqs: int = 1, num_tokens: int = 72) -> dict:
     for number in range(num_seqs):
         prompt = torch.randint(3, 30000, (64,), generator=generator).tolist()
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    longest, began, skipped, before = 0, 0.0, 0, None
+    counts, longest, began, skipped, before = Counter(), 0, 0.0, 0, None
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            longest = max(longest, len(output.outputs[0].token_ids))
+        for delta in engine.step():
+            counts[delta.request_id] += len(delta.outputs[0].token_ids)
+            longest = max(counts.values())
         if not began and longest >= 8:
             torch.cuda.synchronize()
             began, skipped, before = time.perf_counter(), longest, engine.executor.expert_stats()

@@ -53,14 +53,12 @@ def serve(engine: LLMEngine, wanted: Requests) -> dict[str, RequestOutput]:
     final: dict[str, RequestOutput] = {}
 
     def step() -> None:
-        for output in engine.step():
-            if output.outputs[0].finish_reason is not None:
-                final[output.request_id] = output
+        final.update((delta.request_id, delta.output()) for delta in engine.step())
 
     for i, name in enumerate(order):
         if name not in wanted:
             continue
-        engine.add_request(name, *wanted[name])
+        engine.add_request(name, *wanted[name], final_only=True)
         if i == 1:
             step()
     began = time.monotonic()

@@ -81,8 +81,8 @@ def measure(folder: str, cached: int, layers: int, link: float, **options) -> di
     engine.add_request("0", {"prompt_token_ids": list(range(3, 67))}, params)
     produced, began = 0, 0.0
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            produced = len(output.outputs[0].token_ids)
+        for delta in engine.step():
+            produced += len(delta.outputs[0].token_ids)
         if produced == 8:
             torch.cuda.synchronize()
             began, before = time.perf_counter(), engine.executor.expert_stats()

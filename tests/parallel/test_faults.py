@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
+from nanovllm import LLM, AsyncLLMEngine, RequestDelta, SamplingParams
 from nanovllm.engine.async_engine import IDLE_SECONDS
 from nanovllm.errors import EngineDeadError
 from nanovllm.hardware.parallel import limit_waiting
@@ -200,13 +200,13 @@ def test_what_was_finished_is_kept(make_two: MakeTwo) -> None:
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, short, use_tqdm=False)]
     ended, step = 0, llm.engine.step
 
-    def kill_after_three() -> list[RequestOutput]:
+    def kill_after_three() -> list[RequestDelta]:
         nonlocal ended
-        outputs = step()
-        ended += sum(output.finished for output in outputs)
+        deltas = step()
+        ended += sum(delta.finished for delta in deltas)
         if ended >= 3:
             os.kill(worker_of(llm), signal.SIGKILL)
-        return outputs
+        return deltas
 
     llm.engine.step = kill_after_three  # type: ignore[method-assign]
     params = [LONG, short, LONG, short, short, LONG]

@@ -1,0 +1,205 @@
+"""What a stream sends: events from a frame are the events that json would write, and a client that does not read gets
+one larger event for all that it has missed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm import CompletionDelta, EngineConfig, RequestDelta
+from nanovllm.engine.async_engine import AsyncLLMEngine
+from nanovllm.outputs import Logprob, RequestMetrics
+from nanovllm.server import run as server_run
+from nanovllm.server.answers import ChatAnswer, CompletionAnswer
+from nanovllm.server.app import make_app
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.protocol import ChatBody, CompletionBody
+from nanovllm.server.service import Service
+from tests.tiny_models import TinyModel, edit_config
+
+ODD = ['say "hi"', "a\\b", "line\nfeed\r\ttab", "\x00\x1f\x7f", "\u2028\u2029", "é☃😀", "\ud800 alone", '"text"',
+       "text", "</script>", "data: [DONE]\n\n", " "]  # fmt: skip
+MODEL = 'a "text" model'
+COMPLETION = {"prompt": "x", "stream": True}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+
+
+def make_answer(body: dict[str, Any]) -> Any:
+    kind = (ChatAnswer, ChatBody) if "messages" in body else (CompletionAnswer, CompletionBody)
+    return kind[0](SimpleNamespace(model_name=MODEL), kind[1](**body), "text")  # type: ignore[arg-type]
+
+
+def delta_of(*outputs: CompletionDelta) -> RequestDelta:
+    return RequestDelta("x", "x", [5, 6], list(outputs), False, None, 1, RequestMetrics())
+
+
+def events_of(answer: Any, deltas: list[RequestDelta], prompt: int = 0) -> list[bytes]:
+    """One item for each visit of the reader."""
+
+    async def given() -> AsyncIterator[tuple[int, RequestDelta]]:
+        for delta in deltas:
+            yield prompt, delta
+
+    async def work() -> list[bytes]:
+        return [data async for data in answer._events(given())]
+
+    return asyncio.run(work())
+
+
+def written(record: Any) -> bytes:
+    data = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + data.encode(errors="replace") + b"\n\n"
+
+
+def expected(answer: Any, text: str, finish: str | None = None, **more: Any) -> bytes:
+    choice: dict[str, Any] = {"index": 0}
+    choice |= {"delta": {"content": text}} if isinstance(answer, ChatAnswer) else {"text": text}
+    choice |= {"logprobs": None, "finish_reason": finish, "stop_reason": None}
+    head = {"id": f"{answer.prefix}-text", "object": answer.chunk_object, "created": answer.created, "model": MODEL}
+    return written({**head, "choices": [choice], **more})
+
+
+@pytest.mark.parametrize("body", [COMPLETION, CHAT])
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_events_from_a_frame_are_what_json_writes(
+    body: dict[str, Any], with_usage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = make_answer({**body, **({"stream_options": {"include_usage": True}} if with_usage else {})})
+    more = {"usage": None} if with_usage else {}
+    deltas = [delta_of(CompletionDelta(0, number, [5], [text])) for number, text in enumerate(["first", *ODD])]
+    deltas.append(delta_of(CompletionDelta(0, len(ODD) + 1, [6], [])))  # half a character
+    deltas.append(delta_of(CompletionDelta(0, len(ODD) + 2, [7], ["end"], None, None, "length")))
+    records: list[Any] = []
+    record = type(answer).record
+    monkeypatch.setattr(type(answer), "record", lambda *given: records.append(given) or record(*given))
+    sent = events_of(answer, deltas)
+    assert sent[0].endswith(expected(answer, "first", **more))
+    assert sent[1 : len(ODD) + 1] == [expected(answer, text, **more) for text in ODD]
+    assert sent[len(ODD) + 1] == expected(answer, "end", "length", **more)
+    assert len(sent) == len(ODD) + 2 + with_usage
+    assert len(records) == 3  # the first, the frame and the last: nothing was built for those between
+
+
+def test_frames_of_several_choices_are_told_apart() -> None:
+    answer = make_answer({**COMPLETION, "n": 2})
+    deltas = [
+        delta_of(*(CompletionDelta(index, step, [5], [f"{index}{step}"]) for index in (0, 1))) for step in range(3)
+    ]
+    for data, step in zip(events_of(answer, deltas, prompt=3), range(3)):
+        choices = [json.loads(line[6:])["choices"][0] for line in data.decode().splitlines() if line]
+        assert [(choice["index"], choice["text"]) for choice in choices] == [(6, f"0{step}"), (7, f"1{step}")]
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 1}, {"stream_options": {"include_usage": True,
+                                                                       "continuous_usage_stats": True}}])  # fmt: skip
+def test_events_that_differ_in_more_than_their_text_have_no_frame(more: dict[str, Any]) -> None:
+    answer = make_answer({**COMPLETION, **more})
+    deltas = [
+        delta_of(CompletionDelta(0, number, [5], ["ab"], [{5: Logprob(-1.0 - number, 1, "ab")}])) for number in range(3)
+    ]
+    events = [json.loads(data[6:]) for data in events_of(answer, deltas)]
+    if "logprobs" in more:
+        assert [event["choices"][0]["logprobs"]["token_logprobs"] for event in events] == [[-1.0], [-2.0], [-3.0]]
+        assert [event["choices"][0]["logprobs"]["text_offset"] for event in events] == [[0], [2], [4]]
+    else:
+        assert [event["usage"]["completion_tokens"] for event in events[:3]] == [1, 2, 3]
+
+
+def test_offsets_cost_what_the_tokens_cost() -> None:
+    """A merged event may hold thousands of positions."""
+    positions = [{5: Logprob(-1.0, 1, "ab")} for _ in range(20_000)]
+    answer = make_answer({**COMPLETION, "logprobs": 0})
+    (data,) = events_of(answer, [delta_of(CompletionDelta(0, 0, [5] * 20_000, ["ab"] * 20_000, positions))])
+    choice = json.loads(data[6:])["choices"][0]
+    assert choice["logprobs"]["text_offset"] == list(range(0, 40_000, 2))
+    assert choice["text"] == "ab" * 20_000
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_client_that_stalls_gets_one_event_for_all_it_has_missed(llama_copy: Path, prompts: int) -> None:
+    """Its connection takes no more after the first event: the server waits in `send`, and the engine goes on."""
+    edit_config(llama_copy, max_position_embeddings=2048)
+    options = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 300}
+    engine = AsyncLLMEngine(EngineConfig.from_options(model=str(llama_copy), **options))
+    service = Service(engine, ServerOptions(port=0))
+    body = {"prompt": [[5, 6], [7, 8]][:prompts], "max_tokens": 800, "n": 2, "seed": 1, "ignore_eos": True}
+
+    async def ask(stream: bool) -> list[bytes]:
+        parts = [{"type": "http.request", "body": json.dumps({**body, "stream": stream}).encode(), "more_body": False}]
+        sent: list[bytes] = []
+
+        async def receive() -> Any:
+            if parts:
+                return parts.pop()
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                sent.append(message["body"])
+                while stream and len(sent) == 1 and engine.engine.has_unfinished_requests():
+                    await asyncio.sleep(0.01)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+                 "query_string": b"", "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "",
+                 "asgi": {"version": "3.0"}, "client": None, "server": None}  # fmt: skip
+        await asyncio.wait_for(make_app(service)(scope, receive, send), 100)
+        return sent
+
+    try:
+        whole = json.loads(b"".join(asyncio.run(ask(stream=False))))
+        sent = asyncio.run(ask(stream=True))
+    finally:
+        service.close()
+    events = [json.loads(line[6:]) for line in b"".join(sent).decode().split("\n\n") if line.startswith("data: {")]
+    texts = [""] * 2 * prompts
+    for event in events:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+    # A first one of each, perhaps one that was on its way to each, and the rest, which ends it.
+    assert len(events) <= 3 * 2 * prompts
+    assert len(sent) <= 3 * prompts + 1
+
+
+def test_an_answer_in_one_go_is_reported_once(llama: TinyModel) -> None:
+    engine = AsyncLLMEngine(EngineConfig.from_options(model=str(llama.path), device="cpu", max_num_seqs=4))
+    step, reported = engine.engine.step, []
+    engine.engine.step = lambda: reported.append(step()) or reported[-1]  # type: ignore[method-assign]
+
+    async def work() -> list[RequestDelta]:
+        return [delta async for delta in engine.stream([5, 6], None, final_only=True)]
+
+    try:
+        (delta,) = asyncio.run(work())
+    finally:
+        engine.close()
+    assert delta.finished
+    assert len(delta.outputs[0].token_ids) == len(reported) > 1
+    assert [len(deltas) for deltas in reported] == [0] * (len(reported) - 1) + [1]
+
+
+def test_serve_freezes_what_it_has_built(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector does not look again at the model, the routes and the modules. Importing the library freezes
+    nothing."""
+    found: list[int] = []
+    monkeypatch.setattr(server_run.Server, "run", lambda *_, **__: found.append(gc.get_freeze_count()))
+    before = gc.get_freeze_count()
+    config = EngineConfig.from_options(model=str(llama.path), device="cpu", max_num_seqs=4)
+    try:
+        server_run.serve(config, ServerOptions(port=0), lambda _: None)
+    finally:
+        gc.unfreeze()
+    assert found[0] > before + 10_000
+
+
+def test_the_event_loop_is_uvloop_where_it_is_installed(llama: TinyModel) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    factory = server_run.uvicorn_config(lambda *_: None, ServerOptions()).get_loop_factory()  # type: ignore[arg-type]
+    assert factory is uvloop.new_event_loop
