@@ -128,7 +128,7 @@ def test_reset_prefix_cache(make_llm: MakeLLM) -> None:
 def test_reset_prefix_cache_ends_what_was_planned_ahead(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in flight holds the blocks of a request that has gone already."""
     llm = make_llm()
-    monkeypatch.setattr(type(llm.engine.executor.runner), "overlap", 2)
+    monkeypatch.setattr(llm.engine.executor.runner, "overlap", 2)
     llm.engine.add_request("0", [7] * 70, GREEDY)
     llm.engine.step()
     llm.engine.abort_request("0")

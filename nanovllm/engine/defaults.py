@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.expert_memory import batched_tokens_for_experts
+from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
+from nanovllm.weights.resolve import resolve_model
 
 # Defaults by device: a CPU wants small steps (each takes long anyway) and little waste, a GPU wants large ones.
 DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
+
+
+def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:
+    if config.tokenizer is None:
+        return checkpoint.load_tokenizer()
+    other = open_checkpoint(resolve_model(config.tokenizer))
+    try:
+        return other.load_tokenizer()
+    finally:
+        other.close()
 
 
 def resolve_block_size(config: EngineConfig, device: Device) -> int:

@@ -20,7 +20,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.defaults import default_batched_tokens, derive_seed, resolve_block_size, resolve_max_model_len
+from nanovllm.engine.defaults import (
+    default_batched_tokens,
+    derive_seed,
+    load_tokenizer,
+    resolve_block_size,
+    resolve_max_model_len,
+)  # fmt: skip
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.generation_config import read_sampling_defaults
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
@@ -57,7 +63,7 @@ class LLMEngine:
             self.sampling_defaults = read_sampling_defaults(config.generation_config, checkpoint.path)
             refuse_without_experts(self.model_config, config.expert_placement, config.expert_cache_gb)
             self.max_model_len = resolve_max_model_len(config, self.model_config)
-            self.tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer(checkpoint)
+            self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, checkpoint)
             make_executor, device = choose_executor(config)
             block_size = resolve_block_size(config, device)
             max_tokens = config.max_num_batched_tokens or default_batched_tokens(config, self.model_config, device)
@@ -92,15 +98,6 @@ class LLMEngine:
         self._request_count = itertools.count()
         self._closed = False
 
-    def _load_tokenizer(self, checkpoint: Any) -> Any:
-        if self.config.tokenizer is None:
-            return checkpoint.load_tokenizer()
-        other = open_checkpoint(resolve_model(self.config.tokenizer))
-        try:
-            return other.load_tokenizer()
-        finally:
-            other.close()
-
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> EngineInput:
@@ -120,14 +117,9 @@ class LLMEngine:
         return parsed
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt | EngineInput,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        final_only: bool = False,
-    ) -> None:
+        self, request_id: str, prompt: Prompt | EngineInput, params: SamplingParams | None = None, *,
+        priority: int = 0, final_only: bool = False,
+    ) -> None:  # fmt: skip
         params = SamplingParams(**self.sampling_defaults.values) if params is None else params
         parsed = self.check(prompt, params, priority)  # type: ignore[arg-type]
         params = self.grammars.compiled(params)

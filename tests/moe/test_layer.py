@@ -146,7 +146,7 @@ def test_without_a_manager_experts_are_resident_and_every_one_counts() -> None:
 
 
 def test_a_model_with_experts_is_never_built_dense() -> None:
-    assert not build_trained().fuses
+    assert not any(layer.fuses for layer in build_trained().layers)
     qwen = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 64, "mlp_only_layers": [0, 1, 3]}
     layers = build_trained(**qwen).layers
     assert [isinstance(layer.mlp, MoeLayer) for layer in layers] == [False, False, True, False]

@@ -384,7 +384,7 @@ def test_another_policy_sorts_the_line(watched: Running) -> None:
 
 def test_pausing_finishes_what_is_in_flight(watched: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two steps in flight: after a pause there is none, and a single step is exactly one."""
-    monkeypatch.setattr(type(watched.engine.executor.runner), "overlap", 2)
+    monkeypatch.setattr(watched.engine.executor.runner, "overlap", 2)
     with Feed(watched) as feed, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(watched.post, "/v1/completions", {**SHORT, "max_tokens": 100})
         feed.wait_for("done", 3)
