@@ -20,13 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.defaults import (
-    default_batched_tokens,
-    derive_seed,
-    load_tokenizer,
-    resolve_block_size,
-    resolve_max_model_len,
-)  # fmt: skip
+from nanovllm.engine import defaults
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.generation_config import read_sampling_defaults
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
@@ -62,11 +56,11 @@ class LLMEngine:
             self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
             self.sampling_defaults = read_sampling_defaults(config.generation_config, checkpoint.path)
             refuse_without_experts(self.model_config, config.expert_placement, config.expert_cache_gb)
-            self.max_model_len = resolve_max_model_len(config, self.model_config)
-            self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, checkpoint)
+            self.max_model_len = defaults.resolve_max_model_len(config, self.model_config)
+            self.tokenizer = None if config.skip_tokenizer_init else defaults.load_tokenizer(config, checkpoint)
             make_executor, device = choose_executor(config)
-            block_size = resolve_block_size(config, device)
-            max_tokens = config.max_num_batched_tokens or default_batched_tokens(config, self.model_config, device)
+            block_size = defaults.resolve_block_size(config, device)
+            max_tokens = config.max_num_batched_tokens or defaults.default_batched_tokens(config, self.model_config, device)
             limits = StepLimits(self.max_model_len, max_tokens, block_size)
             self.executor = make_executor(config, self.model_config, checkpoint, device, limits)
         finally:
@@ -135,7 +129,7 @@ class LLMEngine:
             self._requests[request_id] = request
             self._num_grammars += params.structured_outputs is not None
             for index in range(params.n):
-                seq = self._sequence(parsed, params, derive_seed(self.config.seed, number, params.seed, index))
+                seq = self._sequence(parsed, params, defaults.derive_seed(self.config.seed, number, params.seed, index))
                 seq.priority, seq.bad_words_ids = priority, bad_words
                 decode = self.tokenizer is not None and params.detokenize
                 detokenizer = Detokenizer(self.tokenizer, parsed.token_ids, params) if decode else None

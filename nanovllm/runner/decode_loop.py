@@ -25,6 +25,7 @@ from nanovllm.runner.relay import Relay, relays
 from nanovllm.runner.step import Bounds, Draw, StepOutput, draw_from, step_of
 from nanovllm.scheduling.plan import PlanEntry, StepPlan
 
+AfterStep = Callable[[StepOutput], None]
 MAX_STEPS = 64  # most replays between two visits (EngineConfig.decode_steps is bounded by it)
 
 
@@ -62,6 +63,15 @@ class Lanes:
         return Lanes(*(part[:count] for part in parts), self.step)
 
 
+@dataclass(frozen=True)
+class Halves:
+    """A step cut where the host must have its say: which tokens a grammar allows."""
+
+    forward: Callable[[], None]
+    sample: Callable[[], None]
+    newest: dict[int, StepOutput]
+
+
 class DecodeLoop:
     def __init__(
         self, model: Transformer, caches: list[KVCache], batch: InputBatch, row_tokens: torch.Tensor,
@@ -82,14 +92,17 @@ class DecodeLoop:
         self._arange = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._newest: dict[int, StepOutput] = {}  # what the newest replay of a size left
         self._replays: dict[int, Callable[[], None]] = {size: partial(self._compute, size) for size in self.sizes}
+        self._halves: dict[int, Halves] = {}
+        self._capture: Capture | None = None
 
     def capture(self, capture: Capture) -> None:
         """Largest first: its memory then serves all others. A size that cannot be captured is called."""
+        self._capture = capture if self._model.graph_safe else None
         for size in reversed(self.sizes):
             if self._model.graph_safe:
                 self._replays[size] = capture(partial(self._compute, size))
             elif relays(self._model, size):
-                sample = partial(self._sample, size)
+                sample = partial(self._sample_as, self._newest, size)
                 self._replays[size] = Relay(self._model, self._caches, self._step(size), sample, capture, pin=True).run
 
     def compute_each(self) -> None:
@@ -113,12 +126,14 @@ class DecodeLoop:
     def reset(self) -> None:
         self._changed_rows.clear()
 
-    def begin(self, entries: Sequence[PlanEntry], num_steps: int) -> Lanes:
+    def begin(self, entries: Sequence[PlanEntry], num_steps: int, in_halves: bool = False) -> Lanes:
         """Point the lanes of a graph at the sequences of a plan; one upload."""
         from nanovllm.ops.triton.lanes import begin
 
         count = len(entries)
-        size = next(size for size in self.sizes if size >= count)
+        # Halves are captured when they are first needed, which takes a moment: fewer sizes.
+        sizes = [size for size in self.sizes if size & (size - 1) == 0 or size == self.sizes[-1]]
+        size = next(size for size in (sizes if in_halves else self.sizes) if size >= count)
         rows = np.full(size, -1, dtype=np.int32)
         rows[:count] = self._batch.rows(entries)
         positions = np.zeros(size, dtype=np.int32)
@@ -145,12 +160,39 @@ class DecodeLoop:
         )  # fmt: skip
         return lanes
 
-    def run(self, lanes: Lanes, num_steps: int, after_step: Callable[[StepOutput], None] | None) -> None:
+    def run(self, lanes: Lanes, num_steps: int, after_step: AfterStep | None) -> None:
         size = len(lanes.rows)
         for _ in range(num_steps):
             self._replays[size]()
             if after_step is not None:
                 after_step(self._newest[size])
+
+    def run_in_halves(self, lanes: Lanes, between: Callable[[], None], after_step: AfterStep | None) -> None:
+        """One step. `between` is called while the forward pass runs, and what it uploads is there when tokens are
+        drawn."""
+        size = len(lanes.rows)
+        halves = self._halves.get(size) or self._halves.setdefault(size, self._make_halves(size))
+        halves.forward()
+        between()
+        halves.sample()
+        if after_step is not None:
+            after_step(halves.newest[size])
+
+    def _make_halves(self, size: int) -> Halves:
+        newest: dict[int, StepOutput] = {}
+        hidden: dict[int, torch.Tensor] = {}
+
+        def forward() -> None:
+            hidden[size] = self._model(self._step(size), self._caches)
+
+        def sample() -> None:
+            self._sample_as(newest, size, hidden[size])
+
+        if self._capture is None:
+            if isinstance(getattr(self._replays[size], "__self__", None), Relay):  # it draws in its last piece
+                return Halves(lambda: None, self._replays[size], self._newest)
+            return Halves(forward, sample, newest)
+        return Halves(self._capture(forward, trial=False), self._capture(sample, trial=False), newest)
 
     def end(self, lanes: Lanes) -> None:
         """Keep the newest tokens by row: the next visit may begin before the host knows them."""
@@ -159,7 +201,7 @@ class DecodeLoop:
         keep_tokens(lanes.rows, lanes.tokens, self._row_tokens)
 
     def _compute(self, size: int) -> None:
-        self._sample(size, self._model(self._step(size), self._caches))
+        self._sample_as(self._newest, size, self._model(self._step(size), self._caches))
 
     def _step(self, size: int) -> Step:
         lanes = self._lanes.first(size)
@@ -168,12 +210,13 @@ class DecodeLoop:
             lanes.block_tables, None, Bounds(size, self._max_model_len),
         )  # fmt: skip
 
-    def _sample(self, size: int, hidden: torch.Tensor) -> None:
+    def _sample_as(self, newest: dict[int, StepOutput], size: int, hidden: torch.Tensor) -> None:
+        """What was drawn is found in `newest`; a captured one stays at that address."""
         from nanovllm.ops.triton.decode_state import advance
 
         lanes = self._lanes.first(size)
         # The token being drawn stands one position after the one just fed.
-        out = self._newest[size] = draw_from(self._model, hidden, lanes.rows, lanes.context_lens, self._draw)
+        out = newest[size] = draw_from(self._model, hidden, lanes.rows, lanes.context_lens, self._draw)
         advance(
             out.drawn.tokens, lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables,
             lanes.out, lanes.step, self._batch.block_size,

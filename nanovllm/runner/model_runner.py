@@ -193,18 +193,21 @@ class Visit:
         self._scored: list[Scored] = []
 
     def replay(self, loop: DecodeLoop) -> None:
-        lanes = loop.begin(self._order, self._plan.num_steps)
-        stride = 1 if self.needs_tokens else self._plan.num_steps
-        for first in range(0, self._plan.num_steps, stride):
-            self._before_step()
-            loop.run(lanes, stride, self._reports.after_step)
-            self._take(lanes.out[: len(self._order), first : first + stride])
+        num_steps, count = self._plan.num_steps, len(self._order)
+        lanes = loop.begin(self._order, num_steps, in_halves=self.needs_tokens)
+        if self.needs_tokens:
+            for step in range(num_steps):
+                loop.run_in_halves(lanes, self._before_draw, self._reports.after_step)
+                self._take(lanes.out[:count, step : step + 1])
+        else:
+            loop.run(lanes, num_steps, self._reports.after_step)
+            self._take(lanes.out[:count, :num_steps])
         loop.end(lanes)
         self._reports.start()
 
     def call(self) -> None:
         for offset in range(self._plan.num_steps):
-            self._before_step()
+            self._before_draw()
             scored = self._batch.scored_rows(self._entries) if offset == 0 else {}
             out = self._runner.call(self._entries, offset, scored)
             self._keep_scored(out, scored)
@@ -215,9 +218,9 @@ class Visit:
             self._take(out.drawn.tokens[: len(self._order), None])
         self._reports.start()
 
-    def _before_step(self) -> None:
+    def _before_draw(self) -> None:
         if self.needs_tokens:
-            self._sampler.before_step(self._order)
+            self._sampler.before_draw(self._order)
 
     def _take(self, tokens: torch.Tensor) -> None:
         """Tokens that were drawn: on their way to the host, or waited for."""
@@ -239,7 +242,7 @@ class Visit:
             following = self._batch.tokens(seq_id)[first : first + len(rows)].astype(np.int64)
             num_top = self._batch.arrival(seq_id).params.prompt_logprobs
             assert num_top is not None
-            self._scored.append(Scored(seq_id, hidden, *self._transfers.send([following]), num_top))
+            self._scored.append(Scored(seq_id, hidden, self._transfers.send([following])[0], num_top))
 
     @torch.inference_mode()
     def result(self) -> StepResult:

@@ -43,7 +43,7 @@ class StepSampler(Protocol):
         """Whether a step must have ended before the next is begun."""
         ...
 
-    def before_step(self, entries: Sequence[PlanEntry]) -> None: ...
+    def before_draw(self, entries: Sequence[PlanEntry]) -> None: ...
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Any: ...
 
@@ -78,13 +78,13 @@ class HostSampler:
     def needs_tokens(self, entries: Sequence[PlanEntry]) -> bool:
         return True
 
-    def before_step(self, entries: Sequence[PlanEntry]) -> None: ...
+    def before_draw(self, entries: Sequence[PlanEntry]) -> None: ...
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> HostDrawn:
         drawn = sample(logits, [self._batch.sampling_row(row) for row in rows.tolist()])
         return HostDrawn(torch.tensor(drawn.token_ids, dtype=torch.int64).to(logits.device), drawn.logprobs)
 
-    def reports(self, entries: Sequence[PlanEntry]) -> HostReports:
+    def reports(self, entries: Sequence[PlanEntry]) -> StepReports:
         return HostReports()
 
 
@@ -102,7 +102,7 @@ class DeviceSampler:
     def needs_tokens(self, entries: Sequence[PlanEntry]) -> bool:
         return any(self._grammar(entry) for entry in entries)
 
-    def before_step(self, entries: Sequence[PlanEntry]) -> None:
+    def before_draw(self, entries: Sequence[PlanEntry]) -> None:
         """Upload which tokens the grammars allow next."""
         masks = {}
         for entry in entries:
@@ -121,6 +121,6 @@ class DeviceSampler:
 
         return draw(logits, rows, positions, self._rows.state)
 
-    def reports(self, entries: Sequence[PlanEntry]) -> Wanted:
+    def reports(self, entries: Sequence[PlanEntry]) -> StepReports:
         num_tops = [self._batch.arrival(entry.seq_id).params.logprobs for entry in entries]
         return Wanted(num_tops, self._rows.state, self._transfers)

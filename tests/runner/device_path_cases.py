@@ -25,8 +25,9 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def replayed(function: Callable[[], None]) -> Callable[[], None]:
-    function()  # as a capture does
+def replayed(function: Callable[[], None], trial: bool = True) -> Callable[[], None]:
+    if trial:
+        function()
     return function
 
 
