@@ -36,7 +36,7 @@ def resolve_block_size(config: EngineConfig, device: Device) -> int:
     return DEFAULT_BLOCK_SIZE["gpu" if device.is_gpu else "cpu"]
 
 
-def default_batched_tokens(config: EngineConfig, model: ModelConfig, device: Device) -> int:
+def batched_tokens(config: EngineConfig, model: ModelConfig, device: Device) -> int:
     if model.moe is not None and device.is_gpu:
         dtype = device.resolve_dtype(config.dtype, model.dtype)
         return batched_tokens_for_experts(config, model, device, dtype)

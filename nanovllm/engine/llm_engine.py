@@ -60,7 +60,7 @@ class LLMEngine:
             self.tokenizer = None if config.skip_tokenizer_init else defaults.load_tokenizer(config, checkpoint)
             make_executor, device = choose_executor(config)
             block_size = defaults.resolve_block_size(config, device)
-            max_tokens = config.max_num_batched_tokens or defaults.default_batched_tokens(config, self.model_config, device)
+            max_tokens = config.max_num_batched_tokens or defaults.batched_tokens(config, self.model_config, device)
             limits = StepLimits(self.max_model_len, max_tokens, block_size)
             self.executor = make_executor(config, self.model_config, checkpoint, device, limits)
         finally:
