@@ -206,6 +206,15 @@ def test_a_connection_that_breaks_says_so(page: Watched) -> None:
     assert answer(page).locator("[data-act=again]").is_visible()
 
 
+def test_a_model_without_defaults_gets_those_of_the_page(open_page: Callable[..., Watched], server: Running) -> None:
+    page = open_page(server.url)
+    assert page.page.locator("[data-of=temperature]").inner_text() == "0.7 (default)"
+    pretend(page, "well")
+    body = sent(page, lambda: ask(page))
+    assert (body["temperature"], body["top_p"]) == (0.7, 0.95)
+    assert not {"top_k", "max_tokens"} & body.keys()
+
+
 def test_the_server_s_defaults_hold_until_they_are_changed(open_page: Callable[..., Watched], server: Running) -> None:
     def with_defaults(route: Any) -> None:
         facts = route.fetch().json()

@@ -1,17 +1,21 @@
-// How answers are sampled. The server's own defaults hold, and are shown, until something is changed here; only what
-// was changed is sent.
+// How answers are sampled. The model's own defaults hold, and are shown, until something is changed here; only what
+// was changed is sent. A model that has none would be sampled at temperature 1, where small ones ramble: for such a
+// model the page proposes, shows and sends its own.
 
 import { load, save } from "./store.js";
 import { t } from "./words.js";
 
 const NAMES = ["temperature", "top_p", "top_k", "max_tokens", "seed", "system"];
+const PROPOSED = { temperature: 0.7, top_p: 0.95 };
 const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0 };   // the server's where the model's generation_config says nothing
 
 export class Settings {
   constructor(form, reset, info) {
     this.fields = form.elements;
     this.outputs = [...form.querySelectorAll("output")];
-    this.defaults = { ...NEUTRAL, ...info.sampling_defaults };
+    const given = info.sampling_defaults ?? {};
+    this.proposed = Object.keys(given).length ? {} : PROPOSED;
+    this.defaults = { ...NEUTRAL, ...given, ...this.proposed };
     const stored = load("sampling", {});
     this.changed = Object.fromEntries(NAMES.filter((name) => name in stored).map((name) => [name, String(stored[name])]));
     form.addEventListener("input", (event) => this.change(event.target.name));
@@ -63,6 +67,7 @@ export class Settings {
   /** For the body of a request. */
   get numbers() {
     const { system: _, ...numbers } = this.changed;
-    return Object.fromEntries(Object.entries(numbers).map(([name, value]) => [name, Number(value)]));
+    const changed = Object.fromEntries(Object.entries(numbers).map(([name, value]) => [name, Number(value)]));
+    return { ...this.proposed, ...changed };
   }
 }
