@@ -277,7 +277,7 @@ def test_a_rank_that_is_lost(
             held = lambda: (server.engine.stats.num_steps == 0 or lost.wait(60)) and step()  # noqa: E731
             monkeypatch.setattr(server.engine, "step", held)
             waiting = pool.submit(server.post, "/v1/completions", {**LONG, "n": 8})
-            until(lambda: is_running(server, 8))
+            until(lambda: is_running(server, 8) and server.engine.stats.num_steps == 1)
         os.kill(worker, sign) if sign == signal.SIGKILL else stop(server.engine.executor)
         lost.set()
         # An all-reduce that had begun when the worker was stopped waits for the 60 s that it began with.
