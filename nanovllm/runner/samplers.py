@@ -20,7 +20,7 @@ from nanovllm.runner.reports import Wanted
 from nanovllm.sampling.device_rows import DeviceRows
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import sample
-from nanovllm.sampling.structured import Grammar
+from nanovllm.sampling.structured import Grammar, allowed_words
 from nanovllm.scheduling.plan import Arrival, PlanEntry
 
 
@@ -104,13 +104,11 @@ class DeviceSampler:
 
     def before_draw(self, entries: Sequence[PlanEntry]) -> None:
         """Upload which tokens the grammars allow next."""
-        masks = {}
-        for entry in entries:
-            if (grammar := self._grammar(entry)) is not None:
-                row = self._batch.row(entry.seq_id)
-                masks[row] = grammar.words(self._batch.sampling_row(row).output_ids, self._vocab_size)
-        if masks:
-            self._rows.send_masks(masks, self._transfers.send)
+        found = [(self._batch.row(entry.seq_id), self._grammar(entry)) for entry in entries]
+        asked = {row: (grammar, self._batch.sampling_row(row).output_ids) for row, grammar in found if grammar}
+        if asked:
+            words = allowed_words(list(asked.values()), self._vocab_size)
+            self._rows.send_masks(list(asked), words, self._transfers.send)
 
     def _grammar(self, entry: PlanEntry) -> Grammar | None:
         found = self._batch.arrival(entry.seq_id).params.structured_outputs

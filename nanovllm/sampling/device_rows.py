@@ -70,10 +70,10 @@ class DeviceRows:
         if asked.params.allowed_token_ids is not None:
             state.mask[row].copy_(send([bits_of(asked.params.allowed_token_ids, vocab)])[0])
 
-    def send_masks(self, masks: dict[int, np.ndarray], send: Send) -> None:
-        """row -> words of the tokens that its grammar allows next."""
-        rows, words = send([np.array(list(masks), np.int64), np.stack(list(masks.values()))])
-        self.state.mask.index_copy_(0, rows, words)
+    def send_masks(self, rows: list[int], words: np.ndarray, send: Send) -> None:
+        """words [rows, vocab / 32]: of the tokens that each row's grammar allows next."""
+        d_rows, d_words = send([np.array(rows, np.int64), words])
+        self.state.mask.index_copy_(0, d_rows, d_words)
 
     # ---- edits -------------------------------------------------------------------------------------------------
 

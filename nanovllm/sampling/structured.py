@@ -43,28 +43,10 @@ class Grammar(StructuredOutputsParams):
     source: str = ""  # as llguidance writes it
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
+    executor: Any = field(default=None, repr=False, compare=False)  # llguidance's threads
     states: dict[bytes, Any] = field(default_factory=dict, repr=False, compare=False)  # output so far -> matcher
 
-    def words(self, output_ids: np.ndarray, vocab: int) -> np.ndarray:
-        """int32 [vocab / 32, rounded up]: a bit for each token that may come next."""
-        matcher = self._matcher(output_ids)
-        words = np.zeros(-(-vocab // 32), np.int32)
-        if not matcher.is_error():
-            found = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(words)]
-            words[: len(found)] = found
-            if vocab % 32:
-                words[-1] &= (1 << vocab % 32) - 1
-        if matcher.is_error():  # out of fuel: end the text rather than the step, which has other people's rows
-            logger.warning("structured output given up: %.200s", str(matcher.get_error()).strip())
-        if not words.any():
-            words = bits_of(self.eos_token_ids, vocab)
-        return words
-
-    def allowed(self, output_ids: np.ndarray, vocab: int) -> np.ndarray:
-        """[vocab] bool: which token may come next."""
-        return np.unpackbits(self.words(output_ids, vocab).view(np.uint8), bitorder="little")[:vocab].astype(bool)
-
-    def _matcher(self, output_ids: np.ndarray) -> Any:
+    def matcher(self, output_ids: np.ndarray) -> Any:
         key = output_ids.tobytes()
         if (here := self.states.get(key)) is not None:
             return here
@@ -87,6 +69,7 @@ class Grammars:
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._tokenizer: Any = None  # made on first use: a second for a large vocabulary
+        self._executor: Any = None
 
     def compiled(self, params: SamplingParams) -> SamplingParams:
         """The same parameters if they ask for no structure, or are compiled already."""
@@ -108,7 +91,7 @@ class Grammars:
             raise RequestError(f"structured_outputs: cannot be compiled: {said}")
         grammar = Grammar(
             **{f.name: getattr(wanted, f.name) for f in dataclasses.fields(StructuredOutputsParams)},
-            source=source, tokenizer=tokenizer, eos_token_ids=self._eos_token_ids,
+            source=source, tokenizer=tokenizer, eos_token_ids=self._eos_token_ids, executor=self._executor,
         )  # fmt: skip
         return dataclasses.replace(params, structured_outputs=grammar)
 
@@ -116,6 +99,7 @@ class Grammars:
         if self._hf_tokenizer is None:
             raise RequestError("structured_outputs: needs a tokenizer (skip_tokenizer_init is set)")
         try:
+            from llguidance import LLExecutor
             from llguidance.hf import from_tokenizer
         except ImportError:
             raise RequestError("structured_outputs: needs llguidance, pip install 'nano-vllm[server]'") from None
@@ -123,6 +107,7 @@ class Grammars:
             if self._tokenizer is None:
                 eos = list(self._eos_token_ids)
                 self._tokenizer = from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+                self._executor = LLExecutor()
             return self._tokenizer
 
 
@@ -151,9 +136,38 @@ def make_matcher(tokenizer: Any, source: str) -> Any:
     return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
 
+def allowed_words(asked: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np.ndarray:
+    """int32 [rows, vocab / 32 rounded up]: for each grammar and the output so far, a bit for each token that may come
+    next. llguidance looks at all rows at once, in threads of its own."""
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    words = np.zeros((len(asked), -(-vocab // 32)), np.int32)
+    matchers = [grammar.matcher(output_ids) for grammar, output_ids in asked]
+    first = {id(matcher): i for i, matcher in reversed(list(enumerate(matchers)))}  # twins with one output share one
+    grammar = asked[0][0]
+    found = np.zeros((len(asked), -(-grammar.tokenizer.vocab_size // 32)), np.int32)
+    sound = [(matchers[i], i) for i in first.values() if not matchers[i].is_error()]
+    fill_next_token_bitmask_par(grammar.executor, sound, found)
+    width = min(words.shape[1], found.shape[1])
+    words[:, :width] = found[[first[id(matcher)] for matcher in matchers], :width]
+    if vocab % 32:
+        words[:, -1] &= (1 << vocab % 32) - 1
+    for i, matcher in enumerate(matchers):
+        if matcher.is_error():  # out of fuel: end the text rather than the step, which has other people's rows
+            logger.warning("structured output given up: %.200s", str(matcher.get_error()).strip())
+            words[i] = 0
+    for i in np.flatnonzero(~words.any(1)):
+        words[i] = bits_of(grammar.eos_token_ids, vocab)
+    return words
+
+
 def structured_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    for i, row in enumerate(rows):
-        if isinstance(grammar := row.params.structured_outputs, Grammar):
-            banned = ~grammar.allowed(row.output_ids, logits.shape[-1])
-            logits[i].masked_fill_(torch.from_numpy(banned).to(logits.device), float("-inf"))
+    vocab = logits.shape[-1]
+    grammars = [(i, row.params.structured_outputs, row.output_ids) for i, row in enumerate(rows)]
+    asked = [(i, grammar, output) for i, grammar, output in grammars if isinstance(grammar, Grammar)]
+    if asked:
+        words = allowed_words([(grammar, output) for _, grammar, output in asked], vocab)
+        banned = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab] == 0
+        places = torch.tensor([i for i, _, _ in asked], device=logits.device)
+        logits[places] = logits[places].masked_fill(torch.from_numpy(banned).to(logits.device), float("-inf"))
     return logits

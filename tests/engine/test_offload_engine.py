@@ -284,8 +284,9 @@ def test_engines_side_by_side(facts: Find, resident: Resident) -> None:
     while any(llm.engine.has_unfinished_requests() for llm in engines):
         for llm, found in zip(engines, tokens):
             for delta in llm.engine.step():
-                new = [completion.token_ids for completion in delta.outputs if completion.index == 0]
-                found.setdefault(delta.request_id, []).extend(sum(new, []))
+                for completion in delta.outputs:
+                    if completion.index == 0:
+                        found.setdefault(delta.request_id, []).extend(completion.token_ids)
     for llm, found, name in zip(engines, tokens, (MODELS[0],) * 3 + (MODELS[1],)):
         assert [found[str(i)] for i in range(len(PROMPTS))] == first_tokens(resident(name))
         llm.close()
