@@ -28,7 +28,7 @@ PICTURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}  # and how su
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"nanovllm": __version__, "python": platform.python_version()}
-    for package in ("torch", "triton", "transformers", "uvloop"):
+    for package in ("torch", "triton", "transformers", "uvloop", "httptools"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

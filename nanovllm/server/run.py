@@ -50,11 +50,13 @@ class Server(uvicorn.Server):
         await self.lifespan.startup()
 
         def make_connection() -> asyncio.Protocol:
-            return Connection(config, state, self.lifespan.state)
+            return config.http_protocol_class(config, state, self.lifespan.state)
 
         limit = connection_limit(config.nanovllm_options)  # type: ignore[attr-defined]
         self.servers = []
         self._acceptor = Acceptor(sockets[0], limit, make_connection, state.connections)
+        loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
+        logger.info("event loop: %s, HTTP parser: %s", loop, config.http_protocol_class.parser_name)
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -110,7 +112,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
         app,
         http=Connection,
         h11_max_incomplete_event_size=options.max_header_kb * 1024,
-        timeout_keep_alive=math.ceil(options.idle_timeout),
+        timeout_keep_alive=math.ceil(options.idle_timeout) + 1,  # Connection's own timer comes first
         ws="none",
         lifespan="off",
         log_config=None,

@@ -183,7 +183,7 @@ def test_large_bodies(server: Running) -> None:
 
 
 def test_large_headers(server: Running) -> None:
-    """Lesson 29: h11 gives up at max_header_kb."""
+    """A client that sends them without end is cut off at max_header_kb."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ")
