@@ -62,10 +62,12 @@ def body_keys(body: bytes) -> tuple[bytes, ...]:
 
 def _beginning(fields: Mapping[str, Any]) -> str | list[int]:
     """The prompt, or the first of several; of a chat its messages one after another, so that a conversation's next turn
-    begins with all of the last one."""
-    if "messages" in fields:
-        parts = [fields["tools"]] if fields.get("tools") else []  # templates put them first
-        return "".join(json.dumps(part, sort_keys=True) for part in (*parts, *fields["messages"]))
+    begins with all of the last one. /v1/responses calls them input."""
+    if turns := fields.get("messages") or fields.get("input"):
+        # Templates put tools first, then what holds for the whole conversation
+        parts = [fields[name] for name in ("tools", "instructions", "system") if fields.get(name)]
+        turns = [turns] if isinstance(turns, str) else turns
+        return "".join(json.dumps(part, sort_keys=True) for part in (*parts, *turns))
     prompt = fields.get("prompt") or ""
     if isinstance(prompt, list) and not isinstance(prompt[0], int):
         prompt = prompt[0]

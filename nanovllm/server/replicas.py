@@ -247,11 +247,11 @@ class Front:
         if not isinstance(error, ApiError):
             logger.error("request %s failed in its replica", scope["request_id"], exc_info=error)
         if not started:
-            await problem.response()(scope, receive, send)
+            await problem.response(scope["path"])(scope, receive, send)
         elif started.get(b"content-type", b"").startswith(b"text/event-stream"):
-            from nanovllm.server.answers import DONE, event
+            from nanovllm.server.answers import failure
 
-            data = event(problem.body()) + DONE
+            data = failure(problem, scope["path"])
             await send({"type": "http.response.body", "body": data, "more_body": False})
         else:
             raise problem  # half an answer: all that is left is to close the connection
