@@ -174,6 +174,9 @@ class CountBody(Sampling):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         if isinstance(self, MessagesBody):
             fields["max_tokens"] = self.max_tokens
+            if self.messages[-1].role == "assistant":
+                message = "messages: the last one is the assistant's, which this server does not continue: leave it out"
+                raise ApiError(400, message, param="messages", code="unsupported_content")
         messages: list[dict[str, Any]] = []
         if system := self.system:
             text = system if isinstance(system, str) else "\n".join(block.text or "" for block in system)

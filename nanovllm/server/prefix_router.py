@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -72,6 +73,15 @@ def _beginning(fields: Mapping[str, Any]) -> str | list[int]:
     if isinstance(prompt, list) and not isinstance(prompt[0], int):
         prompt = prompt[0]
     return prompt
+
+
+def keeper_of(path: str, body: bytes) -> str:
+    """The replica in whose memory the response is that a request names, by the end of its id (responses.py); "": none.
+    Only the id is looked for, wherever it stands: a wrong guess ends at a replica that knows the request as little."""
+    if not path.startswith("/v1/responses"):
+        return ""
+    found = re.search(rb'"previous_response_id"\s*:\s*"(resp_\w+)"', body) or re.search(rb"/(resp_\w+)", path.encode())
+    return found[1].decode().removeprefix("resp_").partition("_")[2] if found else ""
 
 
 class PrefixRouter:

@@ -200,7 +200,8 @@ class ResponseAnswer(BlockAnswer):
         super().__init__(service, body, request_id)
         self._store, self._asked, self._before = store, asked, before
         self._final: dict[str, Any] = {}
-        self._id = f"resp_{uuid.uuid4().hex}"  # not the client's: whoever knows it can read the answer
+        # Not the client's request id: whoever knows it can read the answer. Its end leads back to this replica.
+        self._id = f"resp_{uuid.uuid4().hex}" + (f"_{service.replica}" if service.replica else "")
         self._numbers = itertools.count()
 
     def _event(self, kind: str, **fields: Any) -> Event:

@@ -17,7 +17,7 @@ from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.prefix_router import body_keys
 from nanovllm.server.service import Service
-from tests.server.rig import Running, running, until
+from tests.server.rig import running, until
 from tests.server.test_metrics import read as read_metrics
 from tests.tiny_models import TinyModel, edit_config
 

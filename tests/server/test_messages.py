@@ -29,7 +29,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def connect(server: Running, **options: Any) -> Any:
-    return anthropic.Anthropic(**{"api_key": "none", "base_url": server.url, "max_retries": 0, "timeout": 30, **options})
+    settings = {"api_key": "none", "base_url": server.url, "max_retries": 0, "timeout": 30, **options}
+    return anthropic.Anthropic(**settings)
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ def test_a_stream_tells_the_whole_answer(server: Running, client: Any) -> None:
     start = events[0].message
     assert (start.content, start.stop_reason, start.usage.input_tokens > 0) == ([], None, True)
     assert (events[-2].delta.stop_reason, events[-2].usage.output_tokens) == ("max_tokens", 8)
-    with client.messages.stream(model=server.model, max_tokens=8, messages=ASK, extra_body={"temperature": 0}) as helped:
+    settings: Any = {"model": server.model, "max_tokens": 8, "messages": ASK, "extra_body": {"temperature": 0}}
+    with client.messages.stream(**settings) as helped:
         final = helped.get_final_message()
     assert (final.content[0].text, final.stop_reason, final.usage.output_tokens) == (text, "max_tokens", 8)
 
@@ -216,6 +218,7 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 10**6}, "max_tokens", "lower max_tokens"), ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "image"),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages", "image"),
+    ({"messages": [*ASK, {"role": "assistant", "content": "It"}]}, "messages", "does not continue"),
     ({"messages": [{"role": "nobody", "content": "a"}]}, "messages", "role"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "needs text"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},

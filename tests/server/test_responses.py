@@ -134,7 +134,8 @@ def test_a_conversation_goes_on(server: Running, client: openai.OpenAI) -> None:
     assert (two.previous_response_id, three.previous_response_id) == (one.id, two.id)
     assert two.usage.input_tokens == count(server, messages[:3])
     assert three.usage.input_tokens == count(server, [{"role": "system", "content": "new"}, *messages])
-    assert ask(client, server, messages).output_text == ask(client, server, "c", previous_response_id=two.id).output_text
+    again = ask(client, server, "c", previous_response_id=two.id)
+    assert again.output_text == ask(client, server, messages).output_text
     branch = ask(client, server, "other", previous_response_id=one.id)  # an answer may be gone on with more than once
     assert branch.usage.input_tokens == count(server, [*messages[:2], {"role": "user", "content": "other"}])
 
@@ -171,9 +172,8 @@ def test_the_oldest_answers_go_first(model: Any) -> None:
         assert client.responses.retrieve(one.id).id == one.id
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(two.id)
-    with running(model, max_responses=0) as server, server.client() as client:
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(ask(client, server).id)
+    with running(model, max_responses=0) as server, server.client() as client, pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(ask(client, server).id)
 
 
 def test_bytes_are_limited_too() -> None:
@@ -332,7 +332,8 @@ def test_what_asks_for_nothing_passes(server: Running) -> None:
             body = {"input": "a", "max_output_tokens": 1, name: value}
             assert server.post("/v1/responses", body).status_code == 200, (name, value)
     hints = {"reasoning": {"effort": "low"}, "prompt_cache_key": "x", "safety_identifier": "x", "service_tier": "auto",
-             "include": ["reasoning.encrypted_content"], "stream": True, "stream_options": {"include_obfuscation": True}}  # fmt: skip
+             "include": ["reasoning.encrypted_content"], "stream": True,
+             "stream_options": {"include_obfuscation": True}}  # fmt: skip
     nulls = dict.fromkeys(ResponseBody.model_fields)
     for body in (hints, nulls):
         answer = server.post("/v1/responses", {**body, "input": "a", "max_output_tokens": 1})
