@@ -50,9 +50,10 @@ class ApiError(Exception):
         return {"error": error}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """With the names that the client knows: {ours: theirs}."""
-        pattern = rf"(?<![\w-])({'|'.join(names)})(?!\w)"
-        said = re.sub(pattern, lambda found: names[found[1]], self.message)
+        """With the names that the client knows: {ours: theirs}. Names that are words too are so only at the start."""
+        sure = "|".join(name for name in names if "_" in name)
+        pattern = rf"^({'|'.join(names)})(?!\w)|(?<![\w-])({sure})(?!\w)"
+        said = re.sub(pattern, lambda found: names[found[0]], self.message)
         param = names.get(self.param or "", self.param)
         return ApiError(self.status, said, param=param, code=self.code, headers=self.headers)
 

@@ -129,7 +129,8 @@ class OutputFormat(Typed):
 
 
 class OutputConfig(Body):
-    effort: Any = None  # a hint; a model thinks as long as its template makes it
+    model_config = ConfigDict(extra="ignore", strict=True)  # beside the format there are only hints
+
     format: OutputFormat | None = None
 
 
@@ -141,7 +142,7 @@ class CountBody(Sampling):
     """What says how long the prompt is; /v1/messages needs max_tokens too."""
 
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "n": (1,), "container": (), "mcp_servers": ([],), "context_management": ({},), "stream_options": (),
+        "n": (1,), "container": (), "mcp_servers": ([],), "stream_options": (),
     }  # fmt: skip
 
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
@@ -153,6 +154,7 @@ class CountBody(Sampling):
     metadata: MessagesMetadata | None = None
     # Nothing in the answer depends on these here
     thinking: Any = None
+    context_management: Any = None  # when to shorten the conversation; it is never shortened here
     cache_control: Any = None
     service_tier: Any = None
     speed: Any = None

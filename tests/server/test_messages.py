@@ -227,6 +227,7 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "-1"), ({"top_p": True}, "top_p", "number"), ({"top_k": -5}, "top_k", "-5"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences", "16"), ({"stop_sequences": [""]}, "stop_sequences", "empty"),
     ({"nothing": 1}, "nothing", "unknown field"), ({"n": 2}, "n", "support"),
+    ({"stop_sequences": ["a"], "structured_outputs": {"regex": "("}}, "structured_outputs", "compiled"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools", "only custom"),
     ({"tools": [CLOCK, CLOCK]}, "tools", "twice"), ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
     ({"tool_choice": {"type": "tool"}, "tools": [CLOCK]}, "tool_choice", "needs name"),
@@ -276,7 +277,8 @@ def test_what_asks_for_nothing_passes(server: Running) -> None:
         for value in (None, *values):
             assert server.post("/v1/messages", {**base, name: value}).status_code == 200, (name, value)
     hints = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "service_tier": "auto", "top_k": 5, "top_p": 0.5,
-             "metadata": {}, "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"}}  # fmt: skip
+             "metadata": {}, "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"},
+             "stop_sequences": [], "tools": [], "context_management": {"edits": []}}  # fmt: skip
     for body in (hints, dict.fromkeys(MessagesBody.model_fields)):
         answer = server.post("/v1/messages", {**body, **base})
         assert answer.status_code == 200, answer.text
