@@ -3,9 +3,9 @@
     chat = as_chat(fields, names)            # their body as a ChatBody; an error has the names of their fields
     ResponseAnswer(service, ..., chat, ...)  # a BlockAnswer: only the shape of the answer and of its events is theirs
 
-Their answers are lists of blocks, each a text or a call of a function. In a stream a block is opened, grows, and is
-closed before the next one is opened. A dialect says what these moments look like. An answer in one go takes the same
-way: its text comes as one delta, and the events are not sent.
+Their answers are lists of blocks, each a thought, a text or a call of a function. In a stream a block is opened, grows,
+and is closed before the next one is opened. A dialect says what these moments look like. An answer in one go takes the
+same way: its text comes as one delta, and the events are not sent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from starlette.types import Receive, Scope, Send
@@ -30,6 +30,7 @@ from nanovllm.server.service import Service
 from nanovllm.server.tools import new_call
 
 Event = dict[str, Any]
+Kind = Literal["thought", "text", "call"]
 Content = str | Annotated[list[dict[str, Any]], Field(max_length=2048, fail_fast=True)]
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -86,7 +87,8 @@ def as_chat(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
 @dataclass
 class Block:
     index: int
-    name: str | None  # of the function that is called; None: a text
+    kind: Kind
+    name: str = ""  # of the function that is called
     id: str = field(default_factory=lambda: new_call("", "")["id"])
     parts: list[str] = field(default_factory=list)
 
@@ -163,29 +165,30 @@ class BlockAnswer(ChatAnswer):
             said, self.reason = self.read(self._choice, new)
             pieces = list(takewhile(lambda piece: piece.name is None, said.calls))  # of the call that is open
             for piece in pieces:
-                yield from self._grow(piece.arguments)
-            if said.content:
-                if not self.blocks or self.blocks[-1].name is not None:
-                    yield from self._open(None)
-                yield from self._grow(said.content)
+                yield from self._write("call", piece.arguments)
+            yield from self._write("thought", said.thought)
+            yield from self._write("text", said.content)
             for piece in said.calls[len(pieces) :]:
                 if piece.name is not None:
-                    yield from self._open(piece.name)
-                yield from self._grow(piece.arguments)
+                    yield from self._open("call", piece.name)
+                yield from self._write("call", piece.arguments)
             if self.reason is not None:
                 self.stop_reason = new.stop_reason
                 if not self.blocks:  # an answer has one, even without a word
-                    yield from self._open(None)
+                    yield from self._open("text")
                 yield from self.closed(self.blocks[-1])
                 yield from self.ended()
 
-    def _open(self, name: str | None) -> Iterator[Event]:
+    def _open(self, kind: Kind, name: str = "") -> Iterator[Event]:
         if self.blocks:
             yield from self.closed(self.blocks[-1])
-        self.blocks.append(Block(len(self.blocks), name))
+        self.blocks.append(Block(len(self.blocks), kind, name))
         yield from self.opened(self.blocks[-1])
 
-    def _grow(self, text: str) -> Iterator[Event]:
-        if text:
-            self.blocks[-1].parts.append(text)
-            yield self.grown(self.blocks[-1], text)
+    def _write(self, kind: Kind, text: str) -> Iterator[Event]:
+        if not text:
+            return
+        if not self.blocks or self.blocks[-1].kind != kind:
+            yield from self._open(kind)
+        self.blocks[-1].parts.append(text)
+        yield self.grown(self.blocks[-1], text)

@@ -29,6 +29,10 @@ from nanovllm.server.protocol import (
 from nanovllm.server.service import Service
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config", "max_completion_tokens": "max_tokens"}
+DELTAS = {
+    "thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}  # fmt: skip
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -206,10 +210,8 @@ class MessagesAnswer(BlockAnswer):
         yield {"type": "content_block_start", "index": block.index, "content_block": _block(block)}
 
     def grown(self, block: Block, text: str) -> Event:
-        delta = {"type": "text_delta", "text": text}
-        if block.name is not None:
-            delta = {"type": "input_json_delta", "partial_json": text}
-        return {"type": "content_block_delta", "index": block.index, "delta": delta}
+        kind, name = DELTAS[block.kind]
+        return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
     def closed(self, block: Block) -> Iterator[Event]:
         yield {"type": "content_block_stop", "index": block.index}
@@ -247,7 +249,9 @@ class MessagesAnswer(BlockAnswer):
 
 def _block(block: Block, value: Any = None) -> dict[str, Any]:
     """Empty, or with all its text. A call that was cut off has no arguments: half an object is none."""
-    if block.name is None:
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "text":
         return {"type": "text", "text": block.text}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": value if isinstance(value, dict) else {}}
 

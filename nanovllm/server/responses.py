@@ -25,6 +25,8 @@ NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
 }  # fmt: skip
+PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}  # of ids
+PARTS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 # ---- what is remembered ----------------------------------------------------------------------------------------------
 
@@ -213,22 +215,17 @@ class ResponseAnswer(BlockAnswer):
 
     def opened(self, block: Block) -> Iterator[Event]:
         yield self._event("output_item.added", output_index=block.index, item=self._item(block, "in_progress"))
-        if block.name is None:
+        if block.kind != "call":
             yield self._event("content_part.added", **_place(block), part=_part(block))
 
     def grown(self, block: Block, text: str) -> Event:
-        if block.name is None:
-            return self._event("output_text.delta", **_place(block), delta=text, logprobs=[])
-        return self._event("function_call_arguments.delta", **_place(block), delta=text)
+        return self._event(f"{PARTS[block.kind]}.delta", **_place(block), delta=text, **_scores(block))
 
     def closed(self, block: Block) -> Iterator[Event]:
-        if block.name is None:
-            yield self._event("output_text.done", **_place(block), text=block.text, logprobs=[])
+        told = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
+        yield self._event(f"{PARTS[block.kind]}.done", **_place(block), **told, **_scores(block))
+        if block.kind != "call":
             yield self._event("content_part.done", **_place(block), part=_part(block))
-        else:
-            yield self._event(
-                "function_call_arguments.done", **_place(block), name=block.name, arguments=block.text
-            )  # fmt: skip
         yield self._event("output_item.done", output_index=block.index, item=self._item(block))
 
     def ended(self) -> Iterator[Event]:
@@ -251,10 +248,11 @@ class ResponseAnswer(BlockAnswer):
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
         if status is None:  # only the last one can be cut off
             status = self._status if block is self.blocks[-1] else "completed"
-        if block.name is None:
-            content = [] if status == "in_progress" else [_part(block)]
-            item = {"type": "message", "role": "assistant", "content": content}
-        else:
+        content = [] if status == "in_progress" else [_part(block)]
+        item: dict[str, Any] = {"type": "message", "role": "assistant", "content": content}
+        if block.kind == "thought":
+            item = {"type": "reasoning", "summary": [], "content": content}
+        elif block.kind == "call":
             item = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
         return {"id": _place(block)["item_id"], **item, "status": status}
 
@@ -287,10 +285,10 @@ class ResponseAnswer(BlockAnswer):
         }  # fmt: skip
 
     def _keep(self) -> None:
-        text = "\n".join(block.text for block in self.blocks if block.name is None)
+        text = "\n".join(block.text for block in self.blocks if block.kind == "text")
         calls = [
             {"id": block.id, "function": {"name": block.name, "arguments": block.text}}
-            for block in self.blocks if block.name is not None and isinstance(parse_object(block.text), dict)
+            for block in self.blocks if block.kind == "call" and isinstance(parse_object(block.text), dict)
         ]  # fmt: skip
         answer = Message(role="assistant", content=text, tool_calls=calls or None)  # type: ignore[arg-type]
         first = len(self._before.messages) + (self._asked.instructions is not None)
@@ -300,13 +298,17 @@ class ResponseAnswer(BlockAnswer):
 
 
 def _place(block: Block) -> dict[str, Any]:
-    if block.name is None:
-        return {"item_id": f"msg_{block.id}", "output_index": block.index, "content_index": 0}
-    return {"item_id": f"fc_{block.id}", "output_index": block.index}
+    place = {"item_id": f"{PREFIXES[block.kind]}_{block.id}", "output_index": block.index}
+    return place if block.kind == "call" else {**place, "content_index": 0}
 
 
 def _part(block: Block) -> dict[str, Any]:
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    more = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
+    return {"type": PARTS[block.kind], "text": block.text, **more}
+
+
+def _scores(block: Block) -> dict[str, Any]:
+    return {"logprobs": []} if block.kind == "text" else {}
 
 
 def add_response_routes(app: FastAPI, service: Service, read: ReadBody) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.responses import Response as OpenAIResponse
 
 from nanovllm import EngineConfig
 from nanovllm.engine.async_engine import AsyncLLMEngine
+from nanovllm.server.answers import ChatAnswer
 from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.prefix_router import body_keys
 from nanovllm.server.service import Service
+from nanovllm.server.tools import Said
 from tests.server.rig import running, until
 from tests.server.test_metrics import read as read_metrics
 from tests.tiny_models import TinyModel, edit_config
@@ -154,6 +157,36 @@ def test_a_client_that_stalls_gets_all_it_has_missed_at_once(llama_copy: Path, p
     else:
         deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
         assert "".join(deltas) == whole["content"][0]["text"]
+
+
+@paths
+def test_thoughts_are_blocks_of_their_own(llama: TinyModel, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Whatever finds them in the text: here all of it is one, and the answer comes at the end."""
+
+    def read(_: Any, __: Any, new: Any) -> tuple[Said, str | None]:
+        return Said("done" if new.finish_reason else "", thought=new.text), new.finish_reason
+
+    monkeypatch.setattr(ChatAnswer, "read", read)
+    with running(llama.path) as server:
+        body = {**LONG[path], "temperature": 0}
+        whole = server.post(path, body).json()
+        events = events_of(server.post(path, {**body, "stream": True}).text)
+    if path == "/v1/responses":
+        thought, text = whole["output"]
+        assert (thought["summary"], thought["content"][0]["type"]) == ([], "reasoning_text")
+        told, words = thought["content"][0]["text"], text["content"][0]["text"]
+        deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+        assert [event["text"] for event in events if event["type"] == "response.reasoning_text.done"] == [told]
+        parsed = OpenAIResponse.model_validate(whole)
+        assert [item.type for item in parsed.output] == ["reasoning", "message"]
+    else:
+        thought, text = whole["content"]
+        assert (thought["type"], text["type"]) == ("thinking", "text")
+        told, words = thought["thinking"], text["text"]
+        deltas = [event["delta"]["thinking"] for event in events if "thinking" in event.get("delta", {})]
+    assert words == "done"
+    assert len(deltas) > 1
+    assert "".join(deltas) == told
 
 
 def test_conversations_meet_the_same_replica() -> None:

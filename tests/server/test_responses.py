@@ -304,7 +304,6 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "no tools"), ({"metadata": {"a": 1}}, "metadata", "string"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "needs schema"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 5}}}}, "text", "compiled"),
-    ({"text": {"format": {"type": "json_object"}}, "tools": [CLOCK]}, "text", "tools"),
     ({"include": ["message.output_text.logprobs"]}, "include", "encrypted"), ({"top_logprobs": 2}, "top_logprobs", ""),
 ]  # fmt: skip
 
