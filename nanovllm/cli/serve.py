@@ -45,6 +45,8 @@ SERVER = OptionGroup(
         "idle_timeout": "Seconds a client may take for headers, between requests, or without reading an answer.",
         "max_prompts": "Most prompts in one request.",
         "max_n": "Most completions of one prompt.",
+        "max_responses": "Most answers of /v1/responses that are kept for previous_response_id; 0 keeps none.",
+        "max_responses_mb": "Most megabytes that they may take together.",
         "events": "Let the page watch the engine, pause it and change its policy; off in production.",
         "max_watchers": "Most pages that may watch at the same time.",
         "trace": "Write every event of the engine to this file, for `nanovllm trace view`.",

@@ -40,6 +40,7 @@ EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),  # a proxy that collects events defeats streaming
 ]  # fmt: skip
 Write = Callable[[dict[str, Any]], bytes]
+NAMED_EVENTS = ("/v1/responses", "/v1/messages")  # their streams have a name for each event, and no DONE
 
 
 def num_positions(delta: RequestDelta) -> int:
@@ -62,10 +63,22 @@ def event(data: dict[str, Any], write: Write = dump) -> bytes:
     return b"data: " + write(data) + b"\n\n"
 
 
+def named_event(data: dict[str, Any]) -> bytes:
+    return f"event: {data['type']}\n".encode() + event(data)
+
+
+def failure(problem: ApiError, path: str = "") -> bytes:
+    """The end of a stream that cannot go on."""
+    if path.startswith(NAMED_EVENTS):
+        return named_event({"type": "error", **problem.body(path)})
+    return event(problem.body()) + DONE
+
+
 class Answer(Response, Generic[BodyT]):
     prefix: str
     object: str
     chunk_object: str
+    done = DONE  # after the last event
 
     def __init__(self, service: Service, body: BodyT, request_id: str) -> None:
         super().__init__()
@@ -96,6 +109,10 @@ class Answer(Response, Generic[BodyT]):
     def usage(self) -> Usage:
         return Usage()
 
+    def failure(self, problem: ApiError) -> bytes:
+        """The last event, of an answer that has begun and cannot go on."""
+        return failure(problem)
+
     @property
     def has_frames(self) -> bool:
         """Events in the middle of an answer differ in their text only."""
@@ -115,7 +132,7 @@ class Answer(Response, Generic[BodyT]):
             # The status line is out: the client learns of it by an event.
             if not isinstance(error, ApiError):
                 logger.error("request %s failed in its stream", self.request_id, exc_info=error)
-            data = event(as_api_error(error).body()) + DONE
+            data = self.failure(as_api_error(error))
             await send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,7 +180,7 @@ class Answer(Response, Generic[BodyT]):
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
                 self._started = True
             await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.done, "more_body": False})
 
     async def _events(self, deltas: AsyncIterator[tuple[int, RequestDelta]]) -> AsyncIterator[bytes]:
         asked = self.body_model.stream_options
@@ -281,14 +298,19 @@ class ChatAnswer(Answer[ChatBody]):
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    def read(self, choice: Choice, new: CompletionDelta) -> tuple[Said, str | None]:
+        """What is new as content and calls, and why the choice has ended, if it has."""
+        reason = new.finish_reason
+        if not self.body_model.offered:
+            return Said(new.text), reason
+        reader = self._readers.get(choice.index) or self._readers.setdefault(choice.index, self._reader())
+        said = reader.feed(new.text, reason is not None)
+        return said, "tool_calls" if reason == "stop" and reader.num_calls else reason
+
     def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any] | None:
-        body, said, reason = self.body_model, Said(new.text), new.finish_reason
-        if body.offered:
-            reader = self._readers.get(choice.index) or self._readers.setdefault(choice.index, self._reader())
-            said = reader.feed(new.text, reason is not None)
-            if body.stream and not (said.content or said.calls or new.logprobs or reason):
-                return None
-            reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
+        body, (said, reason) = self.body_model, self.read(choice, new)
+        if body.stream and body.offered and not (said.content or said.calls or new.logprobs or reason):
+            return None
         content: dict[str, Any] = {"content": said.content}
         if body.stream and said.calls:
             content = {"tool_calls": [call.as_delta() for call in said.calls]}

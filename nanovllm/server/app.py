@@ -25,17 +25,20 @@ from nanovllm.server.answers import ChatAnswer, CompletionAnswer
 from nanovllm.server.engine_api import add_engine_routes
 from nanovllm.server.errors import ApiError, as_api_error
 from nanovllm.server.guard import SMALL_BODY, Gate, read_bytes
+from nanovllm.server.messages import CountBody, MessagesBody, add_message_routes
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.openapi import describe_bodies
 from nanovllm.server.prompts import detokenize, tokenize
 from nanovllm.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from nanovllm.server.responses import ResponseBody, add_response_routes
 from nanovllm.server.service import Service
 
 logger = logging.getLogger("nanovllm")
 BodyT = TypeVar("BodyT", bound=Body)
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
+    "/detokenize": DetokenizeBody, "/v1/responses": ResponseBody, "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
 }  # fmt: skip
 
 
@@ -44,6 +47,8 @@ def make_app(service: Service) -> ASGIApp:
     _add_errors(app)
     _add_generation(app, service)
     _add_facts(app, service)
+    add_response_routes(app, service, read)
+    add_message_routes(app, service, read)
     add_engine_routes(app, service, read)
     describe_bodies(app, BODIES)
     return Gate(app, service.options)
@@ -134,12 +139,13 @@ def _add_errors(app: FastAPI) -> None:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=400)  # nobody reads it
         if isinstance(error, HTTPException):
-            return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+            problem = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+            return problem.response(request.url.path)
         body = BODIES.get(request.url.path)
         problem = as_api_error(error, body.fields() if body else frozenset())
         if problem.status == 500 and not isinstance(error, ApiError):
             logger.error("request %s failed", request.scope.get("request_id"), exc_info=error)
-        return problem.response()
+        return problem.response(request.url.path)
 
     from pydantic import ValidationError
 

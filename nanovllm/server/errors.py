@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +22,7 @@ TYPES = {
     415: "invalid_request_error", 421: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
     503: "service_unavailable_error",
 }  # fmt: skip
+ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}  # where they differ
 MAX_MESSAGE = 500  # characters: a client that sends a megabyte of nonsense is not sent it back
 ENGINE_FAILED = "the engine has failed and cannot serve requests until it is started anew; /health says more"
 ENGINE_STUCK = "the engine has not finished its step for too long and takes no requests until it has; /health says more"
@@ -39,13 +41,25 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """`path`: of the request. Anthropic's clients look for a type outside, and ignore param and code."""
         kind = TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        if path.startswith("/v1/messages"):
+            return {"type": "error", "error": {**error, "type": ANTHROPIC_TYPES.get(self.status, kind)}}
+        return {"error": error}
 
-    def response(self) -> Response:
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """With the names that the client knows: {ours: theirs}. Names that are words too are so only at the start."""
+        sure = "|".join(name for name in names if "_" in name)
+        pattern = rf"^({'|'.join(names)})(?!\w)|(?<![\w-])({sure})(?!\w)"
+        said = re.sub(pattern, lambda found: names[found[0]], self.message)
+        param = names.get(self.param or "", self.param)
+        return ApiError(self.status, said, param=param, code=self.code, headers=self.headers)
+
+    def response(self, path: str = "") -> Response:
         # ASCII: a message may quote half a surrogate pair, which has no UTF-8
-        body = json.dumps(self.body(), ensure_ascii=True).encode()
+        body = json.dumps(self.body(path), ensure_ascii=True).encode()
         return Response(body, self.status, self.headers, media_type=JSONResponse.media_type)
 
 

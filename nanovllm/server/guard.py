@@ -113,11 +113,11 @@ class Gate:
                 raise ApiError(400, "X-Request-Id: 1 to 128 visible ASCII characters", param="X-Request-Id")
             elif not self._has_key(scope["path"], headers):
                 raise ApiError(
-                    401, "a valid API key is needed, as 'Authorization: Bearer KEY'", code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
+                    401, "a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
+                    code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
         except ApiError as error:
-            app = error.response()
+            app = error.response(scope["path"])
         await app(scope, receive, named_send)
 
     def _check_framing(self, scope: Scope, headers: Headers) -> None:
@@ -178,13 +178,15 @@ class Gate:
         if self._key is None or NEEDS_NO_KEY.fullmatch(path):
             return True
         kind, _, given = headers.get("authorization", "").partition(" ")
-        return kind.lower() == "bearer" and hmac.compare_digest(_digest(given.strip().encode("latin-1")), self._key)
+        keys = [given] if kind.lower() == "bearer" else []
+        keys += headers.getlist("x-api-key")  # the name in Anthropic's API
+        return any(hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key) for key in keys)
 
 
 def preflight(headers: Headers) -> Response:
     """A browser asks first whether a page may send what it wants to send."""
     wanted = headers.get("access-control-request-headers", "Authorization, Content-Type")
-    granted = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": wanted}
+    granted = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Allow-Headers": wanted}
     return Response(status_code=204, headers={**granted, "Access-Control-Max-Age": "600"})
 
 

@@ -35,6 +35,8 @@ class ServerOptions:
     idle_timeout: float = 15.0  # seconds to send headers, between two requests, and without reading an answer
     max_prompts: int = 128  # in one request
     max_n: int = 128  # completions of one prompt
+    max_responses: int = 1024  # answers of /v1/responses kept for previous_response_id; 0 = none
+    max_responses_mb: float = 64.0  # that they may take together
     tool_call_parser: str = "hermes"  # how the model writes calls of functions: one of TOOL_CALL_PARSERS
     step_timeout: float = 120.0  # seconds a step may take before /health says that the engine hangs
 
@@ -46,6 +48,7 @@ class ServerOptions:
         for name, low, high in (
             ("port", 0, 65535), ("max_waiting", 0, 10**6), ("max_header_kb", 1, 1024), ("max_prompts", 1, 10**5),
             ("max_n", 1, 1024), ("max_watchers", 1, 1024), ("max_headers", 1, 10**4), ("max_connections", 1, 10**6),
+            ("max_responses", 0, 10**6),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None and name == "max_connections":
@@ -53,7 +56,7 @@ class ServerOptions:
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r}: must be an integer in [{low}, {high}]")
         seconds = ("request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "idle_timeout")
-        for name in (*seconds, "max_body_mb"):
+        for name in (*seconds, "max_body_mb", "max_responses_mb"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value!r}: must be a positive number")

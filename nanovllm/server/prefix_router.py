@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -62,14 +63,25 @@ def body_keys(body: bytes) -> tuple[bytes, ...]:
 
 def _beginning(fields: Mapping[str, Any]) -> str | list[int]:
     """The prompt, or the first of several; of a chat its messages one after another, so that a conversation's next turn
-    begins with all of the last one."""
-    if "messages" in fields:
-        parts = [fields["tools"]] if fields.get("tools") else []  # templates put them first
-        return "".join(json.dumps(part, sort_keys=True) for part in (*parts, *fields["messages"]))
+    begins with all of the last one. /v1/responses calls them input."""
+    if turns := fields.get("messages") or fields.get("input"):
+        # Templates put tools first, then what holds for the whole conversation
+        parts = [fields[name] for name in ("tools", "instructions", "system") if fields.get(name)]
+        turns = [turns] if isinstance(turns, str) else turns
+        return "".join(json.dumps(part, sort_keys=True) for part in (*parts, *turns))
     prompt = fields.get("prompt") or ""
     if isinstance(prompt, list) and not isinstance(prompt[0], int):
         prompt = prompt[0]
     return prompt
+
+
+def keeper_of(path: str, body: bytes) -> str:
+    """The replica in whose memory the response is that a request names, by the end of its id (responses.py); "": none.
+    Only the id is looked for, wherever it stands: a wrong guess ends at a replica that knows the request as little."""
+    if not path.startswith("/v1/responses"):
+        return ""
+    found = re.search(rb'"previous_response_id"\s*:\s*"(resp_\w+)"', body) or re.search(rb"/(resp_\w+)", path.encode())
+    return found[1].decode().removeprefix("resp_").partition("_")[2] if found else ""
 
 
 class PrefixRouter:

@@ -46,7 +46,7 @@ from nanovllm.server.errors import INTERNAL, ApiError
 from nanovllm.server.guard import SMALL_BODY, ClientGone, Gate, Guard, read_bytes
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.prefix_router import PrefixRouter, body_keys
+from nanovllm.server.prefix_router import PrefixRouter, body_keys, keeper_of
 from nanovllm.weights.resolve import resolve_model
 
 logger = logging.getLogger("nanovllm")
@@ -81,6 +81,9 @@ class ServeRouter(RequestRouter):
         if (number := asked.get("number")) is not None:
             found = sorted(candidates.values(), key=lambda replica: str(replica.replica_id.unique_id))
             return [[found[number % len(found)]]] if found else []
+        keepers = [one for known, one in candidates.items() if str(known.unique_id) == asked.get("keeper")]
+        if keepers:
+            return [keepers]
         return [[candidates[chosen]] for chosen in self.prefixes.choose(asked.get("keys", ())) if chosen in candidates]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
@@ -102,15 +105,17 @@ class EngineReplica:
 
         _keep_to_loopback()
         self.service = Service(AsyncLLMEngine(config), options)
+        self.service.replica = serve.get_replica_context().replica_id.unique_id
         self.app = make_app(self.service)
         freeze_gc()
-        self.name = f"{serve.get_replica_context().replica_id.unique_id}-{os.getpid()}".encode()
+        self.name = f"{self.service.replica}-{os.getpid()}".encode()
 
     async def answer(
-        self, scope: Scope, body: bytes, keys: tuple[bytes, ...] = (), number: int | None = None
+        self, scope: Scope, body: bytes, keys: tuple[bytes, ...] = (), number: int | None = None, keeper: str = ""
     ) -> AsyncIterator[list[Message]]:
-        """What the application sends; several messages at once if they came faster than they were fetched. `keys` and
-        `number` are for the router. That the client has left is known here by the cancellation of this call."""
+        """What the application sends; several messages at once if they came faster than they were fetched. `keys`,
+        `number` and `keeper` are for the router. That the client has left is known here by the cancellation of this
+        call."""
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         left = asyncio.Event()
@@ -204,7 +209,8 @@ class Front:
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
         keys = body_keys(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(body_keys, body)
-        async with aclosing(self._messages(scope, body, keys=keys)) as messages:
+        keeper = keeper_of(scope["path"], body)
+        async with aclosing(self._messages(scope, body, keys=keys, keeper=keeper)) as messages:
             async for message in messages:
                 if message["type"] == "http.response.start":  # the Gate here names the request too
                     message["headers"] = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
@@ -247,11 +253,11 @@ class Front:
         if not isinstance(error, ApiError):
             logger.error("request %s failed in its replica", scope["request_id"], exc_info=error)
         if not started:
-            await problem.response()(scope, receive, send)
+            await problem.response(scope["path"])(scope, receive, send)
         elif started.get(b"content-type", b"").startswith(b"text/event-stream"):
-            from nanovllm.server.answers import DONE, event
+            from nanovllm.server.answers import failure
 
-            data = event(problem.body()) + DONE
+            data = failure(problem, scope["path"])
             await send({"type": "http.response.body", "body": data, "more_body": False})
         else:
             raise problem  # half an answer: all that is left is to close the connection

@@ -58,6 +58,7 @@ class Service:
         model = engine.engine.config.model
         self.model_name = options.served_model_name or (Path(model).name if Path(model).exists() else model)
         self.started = int(time.time())
+        self.replica = ""  # which one of several this is
         self.metrics = Metrics(engine, self.model_name)
         self.tool_form = FORMS[options.tool_call_parser]
         self.capacity = engine.engine.scheduler.limits.max_num_seqs + options.max_waiting

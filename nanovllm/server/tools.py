@@ -153,6 +153,7 @@ def new_call(name: str, arguments: str) -> dict[str, Any]:
 class Said:
     content: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    thought: str = ""  # before the content
 
     def whole_calls(self) -> list[dict[str, Any]]:
         texts: dict[int, list[str]] = {}

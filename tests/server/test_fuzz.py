@@ -12,19 +12,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanovllm.server.messages import MessagesBody
 from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from nanovllm.server.responses import ResponseBody
 from tests.server.rig import Running
 
 STATUSES = {200, 400, 404, 413, 429}
 BODIES: dict[str, type[Any]] = {
     "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
+    "/detokenize": DetokenizeBody, "/v1/responses": ResponseBody, "/v1/messages": MessagesBody,
 }  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/tokenize": {"prompt": "the"},
     "/detokenize": {"tokens": [5]},
+    "/v1/responses": {"input": "the", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
 }
 SMALL = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -89,7 +93,8 @@ def test_the_openapi_document(server: Running) -> None:
         @given(case=found.as_strategy())
         def attempt(case: Any) -> None:
             if isinstance(case.body, dict):
-                case.body = {**case.body, **({"max_tokens": 2} if "max_tokens" in case.body else {})}
+                lengths = {"max_tokens", "max_output_tokens"} & case.body.keys()
+                case.body = {**case.body, **dict.fromkeys(lengths, 2)}
             answer = case.call(timeout=30)
             assert answer.status_code < 500, answer.text
             case.validate_response(answer, checks=[schemathesis.checks.not_a_server_error])

@@ -74,6 +74,20 @@ def complete(http: httpx.Client, prompt: str, **fields: Any) -> httpx.Response:
     return http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2, **fields})
 
 
+def test_a_conversation_goes_back_to_the_replica_that_keeps_it(http: httpx.Client) -> None:
+    """Also where another one has less to do, or was sent the same beginning."""
+    answers = [http.post("/v1/responses", json={"input": text, "max_output_tokens": 2}) for text in "abcd"]
+    assert len(set(map(where, answers))) == 2
+    for answer in answers:
+        name = answer.json()["id"]
+        for _ in range(3):
+            more = http.post("/v1/responses", json={"input": "x", "max_output_tokens": 2, "previous_response_id": name})
+            assert (more.status_code, where(more)) == (200, where(answer)), more.text
+        assert http.get(f"/v1/responses/{name}").json() == answer.json()
+        assert http.delete(f"/v1/responses/{name}").json()["deleted"]
+        assert http.get(f"/v1/responses/{name}").status_code == 404
+
+
 def cached(response: httpx.Response) -> int:
     assert response.status_code == 200, response.text
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]

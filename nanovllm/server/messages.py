@@ -1,0 +1,275 @@
+"""Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens, as a dialect of a chat (blocks.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from nanovllm.server.answers import failure
+from nanovllm.server.blocks import Block, BlockAnswer, Content, Event, Typed, as_chat, sampling_fields, text_parts
+from nanovllm.server.engine_api import ReadBody
+from nanovllm.server.errors import ApiError
+from nanovllm.server.prompts import tokenize
+from nanovllm.server.protocol import (
+    FEW,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Body,
+    ChatBody,
+    Sampling,
+    ShortText,
+    TokenizeBody,
+    parse_object,
+)
+from nanovllm.server.service import Service
+
+NAMES = {"stop": "stop_sequences", "response_format": "output_config", "max_completion_tokens": "max_tokens"}
+DELTAS = {
+    "thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}  # fmt: skip
+STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+
+class InputBlock(Typed):
+    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",),
+        "thinking": (), "redacted_thinking": (),
+    }  # fmt: skip
+    PLACE: ClassVar[str] = "messages"
+
+    text: str | None = None
+    id: ShortText | None = None
+    name: ShortText | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: ShortText | None = None
+    content: Content = ""  # of a result
+    is_error: bool = False
+
+
+class SystemBlock(Typed):
+    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"text": ("text",)}
+    PLACE: ClassVar[str] = "system"
+
+    text: str | None = None
+
+
+class InputMessage(Body):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[InputBlock], FEW]
+
+    def for_chat(self) -> Iterator[dict[str, Any]]:
+        """One message, or several: results of functions have a role of their own in a chat."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        texts: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
+        for block in self.content:
+            if block.type == "text":
+                texts.append({"type": "text", "text": block.text})
+            elif block.type == "tool_use":
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "function": function})
+            elif block.type == "tool_result":
+                if texts:
+                    yield {"role": self.role, "content": texts}
+                    texts = []
+                content = text_parts(block.content)
+                if block.is_error:
+                    said = content if isinstance(content, str) else "\n".join(str(part.get("text")) for part in content)
+                    content = f"error: {said}"
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        if calls:
+            yield {"role": self.role, "content": texts or None, "tool_calls": calls}
+        elif texts or not any(block.type == "tool_result" for block in self.content):
+            yield {"role": self.role, "content": texts}
+
+
+class InputTool(Typed):
+    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"custom": ("name", "input_schema")}
+    PLACE: ClassVar[str] = "tools"
+
+    type: str = "custom"
+    name: ShortText | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool = False
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {
+            "name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict,
+        }  # fmt: skip
+        return {"type": "function", "function": function}
+
+
+class InputChoice(Typed):
+    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"auto": (), "any": (), "none": (), "tool": ("name",)}
+    PLACE: ClassVar[str] = "tool_choice"
+
+    name: ShortText | None = None
+    disable_parallel_tool_use: bool = False
+
+    def for_chat(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class OutputFormat(Typed):
+    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"json_schema": ("schema_",)}
+    PLACE: ClassVar[str] = "output_config"
+
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class OutputConfig(Body):
+    model_config = ConfigDict(extra="ignore", strict=True)  # beside the format there are only hints
+
+    format: OutputFormat | None = None
+
+
+class MessagesMetadata(Body):
+    user_id: ShortText | None = None
+
+
+class CountBody(Sampling):
+    """What says how long the prompt is; /v1/messages needs max_tokens too."""
+
+    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "n": (1,), "container": (), "mcp_servers": ([],), "stream_options": (),
+    }  # fmt: skip
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
+    system: str | Annotated[list[SystemBlock], FEW] | None = None
+    stop_sequences: Annotated[list[ShortText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    tools: Annotated[list[InputTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: InputChoice | None = None
+    output_config: OutputConfig | None = None
+    metadata: MessagesMetadata | None = None
+    # Nothing in the answer depends on these here
+    thinking: Any = None
+    context_management: Any = None  # when to shorten the conversation; it is never shortened here
+    cache_control: Any = None
+    service_tier: Any = None
+    speed: Any = None
+    inference_geo: Any = None
+    diagnostics: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+    def chat(self) -> ChatBody:
+        fields = sampling_fields(self)
+        if self.metadata is not None and self.metadata.user_id is not None:
+            fields["user"] = self.metadata.user_id
+        if self.stop_sequences is not None:
+            fields["stop"] = self.stop_sequences
+        if (choice := self.tool_choice) is not None:
+            fields.update(tool_choice=choice.for_chat(), parallel_tool_calls=not choice.disable_parallel_tool_use)
+        if self.output_config is not None and (wanted := self.output_config.format) is not None:
+            schema = {"name": "answer", "schema": wanted.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if isinstance(self, MessagesBody):
+            fields["max_tokens"] = self.max_tokens
+            if self.messages[-1].role == "assistant":
+                message = "messages: the last one is the assistant's, which this server does not continue: leave it out"
+                raise ApiError(400, message, param="messages", code="unsupported_content")
+        messages: list[dict[str, Any]] = []
+        if system := self.system:
+            text = system if isinstance(system, str) else "\n".join(block.text or "" for block in system)
+            messages.append({"role": "system", "content": text})
+        for message in self.messages:
+            messages += message.for_chat()
+        tools = [tool.for_chat() for tool in self.tools or ()]
+        return as_chat({**fields, "messages": messages, "tools": tools}, NAMES)
+
+
+class MessagesBody(CountBody):
+    max_tokens: int
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+class MessagesAnswer(BlockAnswer):
+    names = NAMES
+
+    def started(self) -> Iterator[Event]:
+        yield {"type": "message_start", "message": {**self._message([]), "stop_reason": None}}
+
+    def opened(self, block: Block) -> Iterator[Event]:
+        yield {"type": "content_block_start", "index": block.index, "content_block": _block(block)}
+
+    def grown(self, block: Block, text: str) -> Event:
+        kind, name = DELTAS[block.kind]
+        return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
+
+    def closed(self, block: Block) -> Iterator[Event]:
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def ended(self) -> Iterator[Event]:
+        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def whole(self) -> dict[str, Any]:
+        return self._message([_block(block, parse_object(block.text)) for block in self.blocks])
+
+    def failure(self, problem: ApiError) -> bytes:
+        return failure(problem, "/v1/messages")
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "model": self.service.model_name,
+            "content": content, **self._end(), "usage": self._usage(),
+        }  # fmt: skip
+
+    def _end(self) -> dict[str, Any]:
+        stop = self.stop_reason if self.reason == "stop" and isinstance(self.stop_reason, str) else None
+        reason = "end_turn" if stop is None else "stop_sequence"
+        return {"stop_reason": STOP_REASONS.get(self.reason or "", reason), "stop_sequence": stop}
+
+    def _usage(self) -> dict[str, Any]:
+        """Anthropic counts cached tokens of the prompt beside the others, not among them."""
+        counts = self.counts.record()
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": counts["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0, "output_tokens": counts["completion_tokens"],
+        }  # fmt: skip
+
+
+def _block(block: Block, value: Any = None) -> dict[str, Any]:
+    """Empty, or with all its text. A call that was cut off has no arguments: half an object is none."""
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": value if isinstance(value, dict) else {}}
+
+
+def add_message_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
+    @app.post("/v1/messages", response_class=Response)
+    async def messages(request: Request) -> Response:
+        body = await read(request, service, MessagesBody)
+        return MessagesAnswer(service, await service.encode(body.chat), request.scope["request_id"])
+
+    @app.post("/v1/messages/count_tokens", response_class=Response)
+    async def count_tokens(request: Request) -> Response:
+        body = await read(request, service, CountBody)
+        service.check_model(body.model)
+
+        def count() -> Response:
+            chat = body.chat()
+            wanted = TokenizeBody.model_construct(messages=chat.messages, tools=chat.offered)
+            return JSONResponse({"input_tokens": tokenize(service.engine.engine, wanted, service.tool_form)["count"]})
+
+        return await service.encode(count)
