@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.outputs import CompletionDelta, Logprob, PositionLogprobs, RequestDelta
+from nanovllm.server.protocol import Sampling
 
 # JSON has no -inf; this is what vLLM sends for a token that cannot be.
 LOWEST = -9999.0
@@ -46,6 +47,31 @@ class Usage:
             "total_tokens": prompt + self._num_new,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
         }
+
+
+def prompt_facts(body: Sampling, delta: RequestDelta) -> dict[str, Any]:
+    """What vLLM's fields ask to know of the prompt."""
+    found: dict[str, Any] = {}
+    if body.return_token_ids:
+        found["prompt_token_ids"] = delta.prompt_token_ids
+    if (count := body.prompt_logprobs) is not None:
+        scores = delta.prompt_logprobs or ()
+        found["prompt_logprobs"] = [position and _vllm_entry(position, count) for position in scores]
+    return found
+
+
+def token_ids(body: Sampling, new: CompletionDelta) -> dict[str, Any]:
+    return {"token_ids": new.token_ids} if body.return_token_ids else {}
+
+
+def _vllm_entry(position: PositionLogprobs, count: int) -> dict[int, dict[str, Any]]:
+    """The prompt's own token first, then the most likely."""
+    own = _sampled(position)[0]
+    return {
+        token: {"logprob": max(score.logprob, LOWEST), "rank": score.rank, "decoded_token": score.decoded_token}
+        for token, score in position.items()
+        if token == own or (score.rank or 0) <= count
+    }
 
 
 def _sampled(position: PositionLogprobs) -> tuple[int, Logprob]:
