@@ -24,9 +24,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, as_api_error
 from nanovllm.server.guard import ClientGone, Guard
 from nanovllm.server.pieces import Choice, Usage, chat_logprobs, completion_logprobs, prompt_facts, token_ids
-from nanovllm.server.prompts import compiled, encode_chat, encode_prompts
+from nanovllm.server.prompts import compiled, encode_chat, encode_prompts, free_thoughts
 from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling
-from nanovllm.server.reasoning import ThoughtReader, begins_inside
+from nanovllm.server.reasoning import Start, ThoughtReader, where
 from nanovllm.server.service import Job, Service
 from nanovllm.server.tools import CallReader, Said
 
@@ -272,13 +272,16 @@ class ChatAnswer(Answer[ChatBody]):
         super().__init__(service, body, request_id)
         self._readers: dict[int, CallReader] = {}  # of each choice; so the next
         self._thoughts: dict[int, ThoughtReader] = {}
-        self._begins_inside = False  # of a <think>
+        self._start = Start.OUTSIDE  # of a <think>
 
     def encode(self) -> tuple[list[EngineInput], SamplingParams]:
         engine, parser = self.service.engine.engine, self.service.options.reasoning_parser
         parsed, params = encode_chat(engine, self.body_model, self.service.tool_form)
         if parser is not None:
-            self._begins_inside = begins_inside(parser, engine.tokenizer.decode(parsed.token_ids[-8:]))
+            body, tail = self.body_model, engine.tokenizer.decode(parsed.token_ids[-32:])
+            last = body.messages[-1].for_template()["content"] if body.continue_final_message else None
+            self._start = where(parser, tail, last)
+            params = free_thoughts(engine, params, self._start)
         return [parsed], params
 
     def about_prompt(self, delta: RequestDelta) -> dict[str, Any]:
@@ -305,7 +308,7 @@ class ChatAnswer(Answer[ChatBody]):
         body, text, thought, reason = self.body_model, new.text, "", new.finish_reason
         if self.service.options.reasoning_parser is not None:
             if choice.index not in self._thoughts:
-                self._thoughts[choice.index] = ThoughtReader(self._begins_inside)
+                self._thoughts[choice.index] = ThoughtReader(self._start)
             thought, text = self._thoughts[choice.index].feed(text, reason is not None)
         said = Said(text)
         if body.offered:

@@ -10,9 +10,11 @@ from jinja2 import TemplateError
 from nanovllm.engine.inputs import EngineInput, knows_tools
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ContextLengthError, RequestError
+from nanovllm.sampling.structured import to_lark
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, as_api_error
 from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Sampling, TokenizeBody, Tool
+from nanovllm.server.reasoning import Start, after_thoughts
 from nanovllm.server.tools import Form, as_plain_text, grammar
 
 
@@ -55,6 +57,15 @@ def compiled(engine: LLMEngine, body: Sampling, params: SamplingParams) -> Sampl
         return engine.grammars.compiled(params)
     except RequestError as error:
         raise body.in_own_words(error) from None
+
+
+def free_thoughts(engine: LLMEngine, params: SamplingParams, start: Start) -> SamplingParams:
+    """A grammar binds the answer, not what the model thinks before it."""
+    wanted = params.structured_outputs
+    if wanted is None or start is Start.OUTSIDE:
+        return params
+    source = after_thoughts(to_lark(wanted), start, engine.tokenizer)  # type: ignore[arg-type]
+    return engine.grammars.compiled(replace(params, structured_outputs={"grammar": source}))
 
 
 def check_room(engine: LLMEngine, parsed: EngineInput, max_tokens: int | None) -> None:

@@ -100,7 +100,7 @@ def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str:
         head = json.dumps({"name": tool.function.name, form.key: 0})[:-2]
         first.append(f'{json.dumps(head)} args_{number} "}}"')
         rules.append(f"args_{number}: %json {_spaced(tool.arguments_schema)}")
-    opener, closer = (_symbol(tag, tokenizer) for tag in (form.opener, form.closer))
+    opener, closer = (symbol(tag, tokenizer) for tag in (form.opener, form.closer))
     one = f'{opener} "\\n" object "\\n" {closer}' if form.is_tagged else "object"
     calls = "call" if body.one_call else f"call ({json.dumps(form.between)} call)*"
     if form.around[0]:
@@ -126,7 +126,7 @@ def _spaced(schema: dict[str, Any]) -> str:
     return without_unions(json.dumps({**schema, "x-guidance": JSON_SPACES}, ensure_ascii=False))
 
 
-def _symbol(tag: str, tokenizer: Any) -> str:
+def symbol(tag: str, tokenizer: Any) -> str:
     """A tag that is one token of the vocabulary cannot be spelt in letters: llguidance knows it by number only."""
     number = tokenizer.get_added_vocab().get(tag)
     return json.dumps(tag) if number is None else f"<[{number}]>"
