@@ -235,21 +235,20 @@ class CompletionAnswer(Answer[CompletionBody]):
     def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any]:
         body = self.body_model
         text, num_top = new.text, body.logprobs or 0
-        positions, offset, first_token = new.logprobs, choice.offset, None
+        positions, first_token = new.logprobs, None
         if body.only_scores:
             text, positions = "", positions and []
-        if body.echo and delta.prompt is not None:
-            if choice.is_first:
-                text = delta.prompt + text
-                if positions is not None and delta.prompt_logprobs is not None:
-                    positions = [position for position in delta.prompt_logprobs if position] + positions
-                    first_token = self.service.engine.engine.tokenizer.decode(delta.prompt_token_ids[:1])
-            else:
-                offset += len(delta.prompt)
+        if body.echo and delta.prompt is not None and choice.is_first:
+            text = delta.prompt + text
+            if positions is not None and delta.prompt_logprobs is not None:
+                positions = [position for position in delta.prompt_logprobs if position] + positions
+                begin = self.service.engine.engine.tokenizer.decode(delta.prompt_token_ids[:1])
+                # a token that the tokenizer puts before a text is not in it
+                first_token = begin, begin.encode() if delta.prompt.startswith(begin) else b""
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": completion_logprobs(positions, num_top, offset, first_token),
+            "logprobs": completion_logprobs(positions, num_top, choice.place, first_token, self.service.to_bytes),
             "finish_reason": new.finish_reason,
             "stop_reason": new.stop_reason,
             **token_ids(body, new),
@@ -334,7 +333,7 @@ class ChatAnswer(Answer[ChatBody]):
         return {
             "index": choice.index,
             "delta" if body.stream else "message": content,
-            "logprobs": chat_logprobs(new.logprobs, body.top_logprobs),
+            "logprobs": chat_logprobs(new.logprobs, body.top_logprobs, self.service.to_bytes),
             "finish_reason": reason,
             "stop_reason": new.stop_reason,
             **token_ids(body, new),
