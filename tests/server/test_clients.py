@@ -7,10 +7,12 @@ import copy
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from nanovllm.server.tools import FORMS
 from tests.server.rig import Running, running, until
 from tests.server.test_refusals import check_error
 from tests.server.test_tools import ASK, WEATHER, make_model
@@ -203,3 +205,27 @@ def test_bodies_of_the_agents_sdk_and_instructor(server: Running) -> None:
         assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
         text = choice["message"]["tool_calls"][0]["function"]["arguments"] if calls else choice["message"]["content"]
         assert json.loads(text)["town"] in ("Oslo", "Rome")
+
+
+@pytest.mark.parametrize("form", ["mistral", "llama"])
+def test_a_format_beside_tools_in_forms_without_tags(tmp_path: Path, form: str) -> None:
+    """The answer may look like a call of that form: only the opener makes it one."""
+    looks = {"properties": {"name": {"const": "weather"}, "arguments": {"const": {"town": "Oslo", "days": 1}},
+                            "parameters": {"const": {"town": "Oslo", "days": 1}}},
+             "required": ["name", "arguments", "parameters"], "additionalProperties": False}  # fmt: skip
+    schema = {"name": "x", "schema": {"type": "object", **looks}}
+    body = {"messages": ASK, "tools": [WEATHER], "max_tokens": 300, "parallel_tool_calls": False,
+            "response_format": {"type": "json_schema", "json_schema": schema}}  # fmt: skip
+    with running(make_model(tmp_path, False), {"num_kvcache_blocks": 600}, tool_call_parser=form) as server:
+        opener = str(server.engine.tokenizer.encode(FORMS[form].opener, add_special_tokens=False)[0])
+        for calls, bias in ((False, -100), (True, 100)):
+            sent = {**body, "logit_bias": {**short_json(server), opener: bias}}
+            choice = server.post("/v1/chat/completions", sent).json()["choices"][0]
+            assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+            if calls:
+                arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+                assert json.loads(arguments)["town"] in ("Oslo", "Rome")
+                assert choice["message"]["content"] is None
+            else:
+                assert json.loads(choice["message"]["content"])["name"] == "weather"
+                assert "tool_calls" not in choice["message"]
