@@ -74,7 +74,7 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = None  # a JSON schema
     regex: str | None = None
     choice: Iterable[str] | None = None
-    grammar: str | None = None  # in llguidance's variant of Lark
+    grammar: str | None = None  # in llguidance's variant of Lark, or GBNF
     json_object: bool | None = False  # any JSON object
 
     def __post_init__(self) -> None:

@@ -51,6 +51,7 @@ SERVER = OptionGroup(
         "max_watchers": "Most pages that may watch at the same time.",
         "trace": "Write every event of the engine to this file, for `nanovllm trace view`.",
         "tool_call_parser": "How the model writes calls of functions: hermes (also Qwen), mistral or llama.",
+        "reasoning_parser": "Give <think>...</think> as reasoning_content: qwen3 or deepseek_r1; none = it stays text.",
         "step_timeout": "Seconds a step may take before /health says that the engine hangs.",
     },
 )

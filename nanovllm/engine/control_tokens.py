@@ -45,15 +45,15 @@ class ControlTokens:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         if self._mode == "allow":
             return list(messages), list(tools or ())
-        cleaned = [self._clean_all(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        return cleaned, [self._clean_all(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+        cleaned = [self.clean_all(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        return cleaned, [self.clean_all(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
 
-    def _clean_all(self, value: Any, where: str) -> Any:
+    def clean_all(self, value: Any, where: str) -> Any:
         if isinstance(value, str):
             return self.clean(value, where)
         if isinstance(value, dict):
-            return {self._clean_all(key, where): self._clean_all(inner, where) for key, inner in value.items()}
-        return [self._clean_all(inner, where) for inner in value] if isinstance(value, list | tuple) else value
+            return {self.clean_all(key, where): self.clean_all(inner, where) for key, inner in value.items()}
+        return [self.clean_all(inner, where) for inner in value] if isinstance(value, list | tuple) else value
 
     def _find(self, text: str, where: str) -> list[str]:
         """An unknown character has the id of the unknown token, but is not written like it."""

@@ -11,6 +11,7 @@ from nanovllm.engine.inputs import EngineInput
 from nanovllm.moe.cache import ExpertStats
 from nanovllm.outputs import CompletionDelta, Logprob, PositionLogprobs, RequestDelta, RequestMetrics
 from nanovllm.sampling.rows import TokenLogprobs
+from nanovllm.sampling.structured import Grammar
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
 
@@ -52,8 +53,17 @@ class Completion:
             self.text += self.detokenizer.take()
         return CompletionDelta(
             self.index, self.num_told, token_ids, [self.text] if self.text else [], self.logprobs,
-            self.cumulative_logprob, seq.finish_reason, seq.stop_reason,
+            self.cumulative_logprob, *self._end(),
         )  # fmt: skip
+
+    def _end(self) -> tuple[str | None, int | str | None]:
+        """(finish_reason, stop_reason). A text that ends because its grammar was given up is cut off, not complete."""
+        seq, grammar = self.seq, self.seq.params.structured_outputs
+        if isinstance(grammar, Grammar) and (seq.finish_reason, seq.stop_reason) == ("stop", None):
+            output = seq.token_ids[seq.num_prompt :]
+            if not grammar.is_complete(output[:-1]):
+                return "length", "structured output given up"
+        return seq.finish_reason, seq.stop_reason
 
     def told(self, new: CompletionDelta) -> None:
         end = new.start + len(new.token_ids), new.finish_reason is not None

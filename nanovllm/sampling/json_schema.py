@@ -21,7 +21,7 @@ MAX_LOOKS = 50_000  # at branches, 0.1 s: unions of unions of unions are exponen
 def without_unions(text: str) -> str:
     """The schema with every discriminated union as an anyOf. Anything else, broken or endless schemas too, stays as it
     is: llguidance names what it cannot compile."""
-    if '"oneOf"' not in text:
+    if '"oneOf"' not in text and '"uniqueItems"' not in text:
         return text
     try:
         root = json.loads(text)
@@ -42,6 +42,8 @@ class _Unions:
             return schema
         made: dict[str, Any] = {}
         for key, value in schema.items():
+            if key == "uniqueItems" and value is False:
+                continue  # the default; llguidance refuses the word whatever it says
             if key in OF_NAMES and isinstance(value, Mapping):
                 made[key] = {name: self.rewritten(part) for name, part in value.items()}
             else:

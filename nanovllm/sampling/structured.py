@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 logger = logging.getLogger("nanovllm")
 # JSON allows endless white space between two values, and small models gladly write it until max_tokens.
 JSON_SPACES = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,32}"}
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark has a single colon
 # Each of these could ban what the grammar demands, and then nothing could be sampled.
 CONFLICTS = {"ignore_eos": False, "min_tokens": 0, "allowed_token_ids": None, "bad_words": ()}
 
@@ -45,6 +47,11 @@ class Grammar(StructuredOutputsParams):
     eos_token_ids: tuple[int, ...] = ()
     executor: Any = field(default=None, repr=False, compare=False)  # llguidance's threads
     states: dict[bytes, Any] = field(default_factory=dict, repr=False, compare=False)  # output so far -> matcher
+
+    def is_complete(self, output_ids: Sequence[int]) -> bool:
+        """Whether the text may end here. A text whose grammar was given up ends all the same."""
+        matcher = self.matcher(np.asarray(output_ids, np.int32))
+        return not matcher.is_error() and bool(matcher.is_accepting())
 
     def matcher(self, output_ids: np.ndarray) -> Any:
         key = output_ids.tobytes()
@@ -118,14 +125,30 @@ def to_source(wanted: StructuredOutputsParams) -> str:
         if wanted.json is not None or wanted.json_object:
             schema = without_unions(str(wanted.json or '{"type": "object"}'))
             return str(LLMatcher.grammar_from_json_schema(schema, defaults=JSON_SPACES))
-        if wanted.regex is not None:
-            return str(LLMatcher.grammar_from_regex(wanted.regex))
-        if wanted.choice is not None:
-            strings = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
-            return str(LLMatcher.grammar_from_lark(f"start: {strings}"))
-        return str(LLMatcher.grammar_from_lark(str(wanted.grammar)))
+        return to_lark(wanted)
     except ValueError as error:
         raise RequestError(f"structured_outputs: {str(error)[:200]}") from None
+
+
+def to_lark(wanted: StructuredOutputsParams) -> str:
+    """Any structure in llguidance's variant of Lark, for a larger grammar to contain."""
+    from llguidance import regex_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if wanted.json is not None or wanted.json_object:
+        schema = json.loads(without_unions(str(wanted.json or '{"type": "object"}')))
+        return f"start: %json {json.dumps({**schema, 'x-guidance': JSON_SPACES})}"
+    if wanted.regex is not None:  # \d, \w and \s of ASCII, as in vLLM and in JavaScript; Rust's have all of Unicode
+        return f"start: /{regex_to_lark(wanted.regex, 'dws')}/"
+    if wanted.choice is not None:
+        return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
+    source = str(wanted.grammar)
+    if GBNF_RULE.search(source) is None:
+        return source
+    try:
+        return str(gbnf_to_lark(source))
+    except Exception as error:  # it has several types, and Exception is one of them
+        raise RequestError(f"structured_outputs grammar: is no GBNF: {str(error)[:200]}") from None
 
 
 def make_matcher(tokenizer: Any, source: str) -> Any:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -23,9 +24,10 @@ from nanovllm.outputs import CompletionDelta, RequestDelta
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, as_api_error
 from nanovllm.server.guard import ClientGone, Guard
-from nanovllm.server.pieces import Choice, Usage, chat_logprobs, completion_logprobs
-from nanovllm.server.prompts import encode_chat, encode_prompts
+from nanovllm.server.pieces import Choice, Usage, chat_logprobs, completion_logprobs, prompt_facts, token_ids
+from nanovllm.server.prompts import compiled, encode_chat, encode_prompts, free_thoughts
 from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling
+from nanovllm.server.reasoning import Start, ThoughtReader, where
 from nanovllm.server.service import Job, Service
 from nanovllm.server.tools import CallReader, Said
 
@@ -102,6 +104,10 @@ class Answer(Response, Generic[BodyT]):
         """A choice of an event (None: nothing to tell yet), or of an answer in one go."""
         raise NotImplementedError
 
+    def about_prompt(self, delta: RequestDelta) -> dict[str, Any]:
+        """Beside the choices of the whole answer, or of the first event; completions have it inside their choices."""
+        return {}
+
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """An event before the first of a choice."""
         return None
@@ -163,7 +169,7 @@ class Answer(Response, Generic[BodyT]):
         for prompt, delta in sorted(wholes.items()):
             usage.add(prompt, delta)
             choices += [self.record(Choice(self._index(prompt, new)), new, delta) for new in delta.outputs]
-        return self._envelope(self.object, choices, usage=usage.record())
+        return self._envelope(self.object, choices, usage=usage.record(), **self.about_prompt(wholes[0]))
 
     def _index(self, prompt: int, new: CompletionDelta) -> int:
         return prompt * self.body_model.n + new.index
@@ -211,11 +217,12 @@ class Answer(Response, Generic[BodyT]):
     ) -> list[bytes]:
         """The events that tell what is new; none for half a character, or text that may become a stop string."""
         text, is_last = new.text, new.finish_reason is not None
-        if not (text or new.logprobs or is_last):
+        if not (text or new.logprobs or is_last or self.body_model.return_token_ids):
             return []
         if choice.frame is not None and not is_last:
             return [choice.frame[0], quote(text).encode(errors="replace"), choice.frame[1]]
-        records = [self.opening(choice)] if choice.is_first else []
+        is_first = choice.is_first
+        records = [self.opening(choice)] if is_first else []
         records.append(self.record(choice, new, delta))
         choice.sent(new)
         if self.has_frames and not is_last and not more.get("usage"):
@@ -223,6 +230,8 @@ class Answer(Response, Generic[BodyT]):
             # The last place where it stands: after it comes nothing that a client has sent.
             whole = event(self._envelope(self.chunk_object, [sample], **more))
             choice.frame = whole.rpartition(quote(MARK).encode())[::2]
+        if is_first:
+            more = {**more, **self.about_prompt(delta)}
         told = [self._envelope(self.chunk_object, [record], **more) for record in records if record is not None]
         return [event(data, write) for data in told]
 
@@ -239,28 +248,29 @@ class CompletionAnswer(Answer[CompletionBody]):
     def encode(self) -> tuple[list[EngineInput], SamplingParams]:
         engine, body = self.service.engine.engine, self.body_model
         params = body.params(engine.sampling_defaults.values)
-        return encode_prompts(engine, body, params), engine.grammars.compiled(params)
+        return encode_prompts(engine, body, params), compiled(engine, body, params)
 
     def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any]:
         body = self.body_model
         text, num_top = new.text, body.logprobs or 0
-        positions, offset, first_token = new.logprobs, choice.offset, None
+        positions, first_token = new.logprobs, None
         if body.only_scores:
             text, positions = "", positions and []
-        if body.echo and delta.prompt is not None:
-            if choice.is_first:
-                text = delta.prompt + text
-                if positions is not None and delta.prompt_logprobs is not None:
-                    positions = [position for position in delta.prompt_logprobs if position] + positions
-                    first_token = self.service.engine.engine.tokenizer.decode(delta.prompt_token_ids[:1])
-            else:
-                offset += len(delta.prompt)
+        if body.echo and delta.prompt is not None and choice.is_first:
+            text = delta.prompt + text
+            if positions is not None and delta.prompt_logprobs is not None:
+                positions = [position for position in delta.prompt_logprobs if position] + positions
+                begin = self.service.engine.engine.tokenizer.decode(delta.prompt_token_ids[:1])
+                # a token that the tokenizer puts before a text is not in it
+                first_token = begin, begin.encode() if delta.prompt.startswith(begin) else b""
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": completion_logprobs(positions, num_top, offset, first_token),
+            "logprobs": completion_logprobs(positions, num_top, choice.place, first_token, self.service.to_bytes),
             "finish_reason": new.finish_reason,
             "stop_reason": new.stop_reason,
+            **token_ids(body, new),
+            **(prompt_facts(body, delta) if choice.is_first else {}),
         }
 
     def usage(self) -> Usage:
@@ -268,7 +278,8 @@ class CompletionAnswer(Answer[CompletionBody]):
 
     @property
     def has_frames(self) -> bool:
-        return self.body_model.logprobs is None and not self.body_model.only_scores
+        body = self.body_model
+        return body.logprobs is None and not body.only_scores and not body.return_token_ids
 
 
 class ChatAnswer(Answer[ChatBody]):
@@ -276,54 +287,77 @@ class ChatAnswer(Answer[ChatBody]):
 
     def __init__(self, service: Service, body: ChatBody, request_id: str) -> None:
         super().__init__(service, body, request_id)
-        self._readers: dict[int, CallReader] = {}  # of each choice
+        self._readers: dict[int, CallReader] = {}  # of each choice; so the next
+        self._thoughts: dict[int, ThoughtReader] = {}
+        self._start = Start.OUTSIDE  # of a <think>
 
     def encode(self) -> tuple[list[EngineInput], SamplingParams]:
-        parsed, params = encode_chat(self.service.engine.engine, self.body_model, self.service.tool_form)
+        engine, parser = self.service.engine.engine, self.service.options.reasoning_parser
+        parsed, params = encode_chat(engine, self.body_model, self.service.tool_form)
+        if parser is not None:
+            body, tail = self.body_model, engine.tokenizer.decode(parsed.token_ids[-32:])
+            last = body.messages[-1].for_template()["content"] if body.continue_final_message else None
+            self._start = where(parser, tail, last)
+            params = free_thoughts(engine, params, self._start)
         return [parsed], params
+
+    def about_prompt(self, delta: RequestDelta) -> dict[str, Any]:
+        return prompt_facts(self.body_model, delta)
 
     def _reader(self) -> CallReader:
         body = self.body_model
         names = [tool.function.name for tool in body.offered]
         return CallReader(
             self.service.tool_form, names, must_call=body.must_call, has_grammar=body.binds_calls,
-            one_call=body.one_call,
+            one_call=body.one_call, needs_opener=body.answers_json,
         )  # fmt: skip
 
     @property
     def has_frames(self) -> bool:
-        return not (self.body_model.logprobs or self.body_model.offered)
+        body = self.body_model
+        return not (body.logprobs or body.offered or body.return_token_ids or self.service.options.reasoning_parser)
 
     def opening(self, choice: Choice) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def read(self, choice: Choice, new: CompletionDelta) -> tuple[Said, str | None]:
-        """What is new as content and calls, and why the choice has ended, if it has."""
-        reason = new.finish_reason
+        """What is new as thoughts, content and calls, and why the choice has ended, if it has."""
+        text, thought, reason = new.text, "", new.finish_reason
+        if self.service.options.reasoning_parser is not None:
+            if choice.index not in self._thoughts:
+                self._thoughts[choice.index] = ThoughtReader(self._start)
+            thought, text = self._thoughts[choice.index].feed(text, reason is not None)
         if not self.body_model.offered:
-            return Said(new.text), reason
+            return Said(text, thought=thought), reason
         reader = self._readers.get(choice.index) or self._readers.setdefault(choice.index, self._reader())
-        said = reader.feed(new.text, reason is not None)
+        said = replace(reader.feed(text, reason is not None), thought=thought)
         return said, "tool_calls" if reason == "stop" and reader.num_calls else reason
 
     def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any] | None:
         body, (said, reason) = self.body_model, self.read(choice, new)
-        if body.stream and body.offered and not (said.content or said.calls or new.logprobs or reason):
+        thought = said.thought
+        tells = said.content or said.calls or thought or new.logprobs or body.return_token_ids or reason
+        if body.stream and not tells:
             return None
         content: dict[str, Any] = {"content": said.content}
-        if body.stream and said.calls:
-            content = {"tool_calls": [call.as_delta() for call in said.calls]}
-            if said.content:
-                content["content"] = said.content
+        if body.stream and (said.calls or thought):
+            content = {"content": said.content} if said.content else {}
+            if said.calls:
+                content["tool_calls"] = [call.as_delta() for call in said.calls]
         elif not body.stream:
             content = {"role": "assistant", "content": said.content, "refusal": None}
             if calls := said.whole_calls():
-                content.update(content=said.content or None, tool_calls=calls)
+                content["tool_calls"] = calls
+            if calls or thought:
+                content["content"] = said.content or None
+        if thought:
+            content["reasoning_content"] = thought
         return {
             "index": choice.index,
             "delta" if body.stream else "message": content,
-            "logprobs": chat_logprobs(new.logprobs, body.top_logprobs),
+            "logprobs": chat_logprobs(new.logprobs, body.top_logprobs, self.service.to_bytes),
             "finish_reason": reason,
             "stop_reason": new.stop_reason,
+            **token_ids(body, new),
         }

@@ -129,9 +129,10 @@ async def read(request: Request, service: Service, kind: type[BodyT]) -> BodyT:
     if media_type != "application/json":
         raise ApiError(415, "Content-Type: must be application/json", param="Content-Type")
     raw = await read_bytes(request, service.options.max_body_bytes)
-    if len(raw) <= SMALL_BODY:
-        return kind.model_validate_json(raw)
-    return await service.encode(lambda: kind.model_validate_json(raw))
+    body, ignored = kind.read(raw) if len(raw) <= SMALL_BODY else await service.encode(lambda: kind.read(raw))
+    if ignored:
+        logger.info("request %s: ignored %s", request.scope["request_id"], ignored)
+    return body
 
 
 def _add_errors(app: FastAPI) -> None:

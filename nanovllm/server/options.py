@@ -13,6 +13,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.server.hosts import split_host, split_origin
 
 TOOL_CALL_PARSERS = ("hermes", "mistral", "llama")
+REASONING_PARSERS = ("qwen3", "deepseek_r1")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -38,6 +39,7 @@ class ServerOptions:
     max_responses: int = 1024  # answers of /v1/responses kept for previous_response_id; 0 = none
     max_responses_mb: float = 64.0  # that they may take together
     tool_call_parser: str = "hermes"  # how the model writes calls of functions: one of TOOL_CALL_PARSERS
+    reasoning_parser: str | None = None  # <think> becomes reasoning_content: one of REASONING_PARSERS; None = text
     step_timeout: float = 120.0  # seconds a step may take before /health says that the engine hangs
 
     events: bool = False  # the engine may be watched, paused and told another policy over HTTP
@@ -62,6 +64,8 @@ class ServerOptions:
                 raise ConfigError(f"{name}={value!r}: must be a positive number")
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             raise ConfigError(f"tool_call_parser={self.tool_call_parser!r}: must be one of {TOOL_CALL_PARSERS}")
+        if self.reasoning_parser is not None and self.reasoning_parser not in REASONING_PARSERS:
+            raise ConfigError(f"reasoning_parser={self.reasoning_parser!r}: must be None or one of {REASONING_PARSERS}")
         if not isinstance(self.events, bool):
             raise ConfigError(f"events={self.events!r}: must be True or False")
         for name in ("host", "api_key", "served_model_name", "trace"):

@@ -10,9 +10,11 @@ from jinja2 import TemplateError
 from nanovllm.engine.inputs import EngineInput, knows_tools
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ContextLengthError, RequestError
+from nanovllm.sampling.structured import to_lark
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, as_api_error
-from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, Tool
+from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Sampling, TokenizeBody, Tool
+from nanovllm.server.reasoning import Start, after_thoughts
 from nanovllm.server.tools import Form, as_plain_text, grammar
 
 
@@ -23,6 +25,7 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody, params: SamplingPara
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         try:
             parsed = engine.inputs.parse({key: prompt, "cache_salt": body.cache_salt or ""})
+            parsed = truncated(engine, parsed, body, body.max_tokens)
             engine.check(parsed, params, body.priority)  # type: ignore[arg-type]
             check_room(engine, parsed, body.max_tokens)
         except RequestError as error:
@@ -36,6 +39,35 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody, params: SamplingPara
     return found
 
 
+def truncated(engine: LLMEngine, parsed: EngineInput, body: Sampling, max_tokens: int | None) -> EngineInput:
+    """The last truncate_prompt_tokens of the prompt."""
+    keep, limit = body.truncate_prompt_tokens, engine.max_model_len
+    if keep is None:
+        return parsed
+    if keep > limit:
+        raise RequestError(f"truncate_prompt_tokens={keep}: must be at most max_model_len={limit}; -1 keeps what fits")
+    keep = max(1, limit - (max_tokens or 1)) if keep == -1 else keep
+    if len(parsed.token_ids) <= keep:
+        return parsed
+    return EngineInput(parsed.token_ids[-keep:], None, parsed.cache_salt)
+
+
+def compiled(engine: LLMEngine, body: Sampling, params: SamplingParams) -> SamplingParams:
+    try:
+        return engine.grammars.compiled(params)
+    except RequestError as error:
+        raise body.in_own_words(error) from None
+
+
+def free_thoughts(engine: LLMEngine, params: SamplingParams, start: Start) -> SamplingParams:
+    """A grammar binds the answer, not what the model thinks before it."""
+    wanted = params.structured_outputs
+    if wanted is None or start is Start.OUTSIDE:
+        return params
+    source = after_thoughts(to_lark(wanted), start, engine.tokenizer)  # type: ignore[arg-type]
+    return engine.grammars.compiled(replace(params, structured_outputs={"grammar": source}))
+
+
 def check_room(engine: LLMEngine, parsed: EngineInput, max_tokens: int | None) -> None:
     """The engine writes as much as fits. A request for a number of tokens that do not fit is refused, as in vLLM."""
     size, limit = len(parsed.token_ids), engine.max_model_len
@@ -47,20 +79,24 @@ def check_room(engine: LLMEngine, parsed: EngineInput, max_tokens: int | None) -
 
 
 def encode_chat(engine: LLMEngine, body: ChatBody, form: Form) -> tuple[EngineInput, SamplingParams]:
-    token_ids = _render(engine, body.messages, body.offered, form)
+    token_ids = _render(engine, body, body.offered, form)
     salted: Any = {"prompt_token_ids": token_ids, "cache_salt": body.cache_salt or ""}
     parsed, params = engine.inputs.parse(salted), body.params(engine.sampling_defaults.values)
+    parsed = truncated(engine, parsed, body, body.asked_tokens)
+    if body.must_call:  # a call that a stop string cuts is of no use, and its text is not the answer's
+        params = replace(params, stop=None, stop_token_ids=None)
     engine.check(parsed, params, body.priority)  # type: ignore[arg-type]
     check_room(engine, parsed, body.asked_tokens)
-    if body.offered and (source := grammar(form, body, engine.tokenizer)):
-        return parsed, _with_grammar(engine, params, source, body, form)
-    return parsed, engine.grammars.compiled(params)
+    if body.offered and body.binds_calls:
+        return parsed, _with_grammar(engine, params, body, form)
+    return parsed, compiled(engine, body, params)
 
 
-def _with_grammar(
-    engine: LLMEngine, params: SamplingParams, source: str, body: ChatBody, form: Form
-) -> SamplingParams:  # fmt: skip
+def _with_grammar(engine: LLMEngine, params: SamplingParams, body: ChatBody, form: Form) -> SamplingParams:
     """Compiled; a schema that cannot be is named by its place."""
+    if body.answers_json:
+        compiled(engine, body, params)  # an error of its schema is the schema's, not that of the tools
+    source = grammar(form, body, engine.tokenizer)
     try:
         return engine.grammars.compiled(replace(params, structured_outputs={"grammar": source}))
     except RequestError as error:
@@ -71,7 +107,7 @@ def _with_grammar(
         for number, tool in enumerate(body.tools or ()):
             if tool not in body.offered or "compiled" not in said:
                 continue
-            alone = body.model_copy(update={"tools": [tool], "tool_choice": "required"})
+            alone = body.model_copy(update={"tools": [tool], "tool_choice": "required", "response_format": None})
             wanted = {"grammar": grammar(form, alone, engine.tokenizer)}
             try:
                 engine.grammars.compiled(replace(params, structured_outputs=wanted))
@@ -81,18 +117,22 @@ def _with_grammar(
         raise ApiError(400, f"{where}: {said}", param="tools") from None
 
 
-def _render(
-    engine: LLMEngine, messages: list[Message], tools: list[Tool], form: Form, add_generation_prompt: bool = True
-) -> list[int]:
-    rows, shown = [message.for_template() for message in messages], [tool.for_template() for tool in tools]
+def _render(engine: LLMEngine, body: ChatBody | TokenizeBody, tools: list[Tool], form: Form) -> list[int]:
+    rows, shown = [message.for_template() for message in body.messages or ()], [tool.for_template() for tool in tools]
+    variables = body.chat_template_kwargs
     try:
         rows, shown = engine.inputs.control_tokens.clean_chat(rows, shown)
+        variables = engine.inputs.control_tokens.clean_all(variables, "chat_template_kwargs")
         if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
             rows, shown = as_plain_text(rows, shown, form), []
-        return engine.inputs.render_chat(rows, add_generation_prompt, shown, cleaned=True)
+        return engine.inputs.render_chat(
+            rows, body.add_generation_prompt, shown, continue_final_message=body.continue_final_message,
+            chat_template_kwargs=variables, cleaned=True,
+        )  # fmt: skip
     except RequestError as error:
-        if str(error).startswith("tools["):
-            raise ApiError(400, str(error), param="tools") from None
+        for name in ("tools", "chat_template_kwargs"):
+            if str(error).startswith(name):
+                raise ApiError(400, str(error), param=name) from None
         cause = error.__cause__
         if cause is not None and not isinstance(cause, TemplateError):  # not said by the template, but by its failure
             raise ApiError(400, "messages: the model's chat template refused them", param="messages") from error
@@ -102,7 +142,7 @@ def _render(
 
 def tokenize(engine: LLMEngine, body: TokenizeBody, form: Form) -> dict[str, Any]:
     if body.messages is not None:
-        token_ids = _render(engine, body.messages, body.tools or [], form, body.add_generation_prompt)
+        token_ids = _render(engine, body, body.tools or [], form)
     else:
         text = engine.inputs.control_tokens.clean(body.prompt or "", "the prompt")
         token_ids = engine.inputs.encode(text, body.add_special_tokens)

@@ -1,20 +1,23 @@
 """The bodies that clients send, as OpenAI and vLLM name their fields.
 
-Every field is honoured or refused by name: an unknown one is an error, and one of OpenAI's that this server does not
-know how to honour passes only with the value that asks for nothing. `null` means "not given", as in OpenAI's API: then
-the model's generation_config.json decides (`defaults` below), and where that is silent, vLLM's default.
+A field that decides what is written is honoured or refused by name: an unknown one is an error, and one of OpenAI's
+that this server does not know how to honour passes only with the value that asks for nothing. What changes no text
+(IGNORED, and unknown keys inside messages, which clients send back as they received them) is left out, with one line in
+the log.
+`null` means "not given", as in OpenAI's API: then the model's generation_config.json decides (`defaults` below), and
+where that is silent, vLLM's default.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.body import FEW, Body, ShortText, parse_object
 from nanovllm.server.errors import ApiError
 
 # Each of these is walked once a step, or decoded for each token, by a thread that all requests share.
@@ -24,55 +27,10 @@ MAX_IDS = 4096
 MAX_STOPS = 16
 MAX_BAD_WORDS = 128
 MAX_TOOLS = 128
-
-# pydantic collects every fault while it holds the interpreter's lock: 4 MB of wrong numbers took 43 s. So the check of
-# a list ends at its first fault, and lists that are tried as several types have a greatest length.
-FEW = Field(fail_fast=True)
 MAX_PROMPTS = 10**5
 
-ShortText = Annotated[str, Field(max_length=1024)]
 BadWord = Annotated[str, Field(max_length=64)]
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields we cannot honour -> values that ask for nothing
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_by_name(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        data = {name: value for name, value in data.items() if value is not None}
-        for name in data.keys() & cls.HARMLESS.keys():
-            if not any(_same(data[name], value) for value in cls.HARMLESS[name]):
-                raise ApiError(400, f"{name}: this server does not support it", param=name, code="unsupported_field")
-            del data[name]
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in [name for name in data if name not in known][1:]:
-            del data[name]  # one is enough to refuse the body: see FEW
-        return data
-
-    @classmethod
-    def fields(cls) -> frozenset[str]:
-        return frozenset(cls.model_fields)
-
-
-def parse_object(text: str) -> Any:
-    """The value of a JSON text; None if it is none. JSON has no NaN, whatever Python's reader thinks."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(constant)
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _same(given: Any, value: Any) -> bool:
-    return type(given) is type(value) and given == value  # False is not 0
 
 
 class StreamOptions(Body):
@@ -101,6 +59,11 @@ class ResponseFormat(Body):
 class Sampling(Body):
     """What completions and chat have in common."""
 
+    IGNORED: ClassVar[frozenset[str]] = frozenset({
+        "store", "metadata", "reasoning_effort", "verbosity", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "prediction", "guided_decoding_backend",
+    })  # fmt: skip
+
     model: str | None = None
     n: int = 1
     temperature: float | None = None
@@ -122,6 +85,13 @@ class Sampling(Body):
     include_stop_str_in_output: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's: one of json, json_object, regex, choice, grammar
+    guided_json: str | dict[str, Any] | None = None  # vLLM's older names of the same
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_IDS, fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # keep the last so many; -1: as many as fit
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
@@ -132,6 +102,11 @@ class Sampling(Body):
     def _stream_options_need_a_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs: not available with stream=true", param="prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise ApiError(400, "truncate_prompt_tokens=0: nothing would be left; -1 keeps what fits",
+                           param="truncate_prompt_tokens")  # fmt: skip
         return self
 
     def _params(self, defaults: Mapping[str, Any], max_tokens: int | None, **others: Any) -> SamplingParams:
@@ -143,10 +118,12 @@ class Sampling(Body):
         )  # fmt: skip
         values = {name: value for name in same if (value := getattr(self, name)) is not None}
         limits = [limit for limit in (max_tokens, defaults.get("max_tokens")) if limit is not None]
-        others |= {"max_tokens": min(limits, default=None), "structured_outputs": self._structure()}
+        others |= {"max_tokens": min(limits, default=None), "structured_outputs": self._structure()[1]}
         try:
             return SamplingParams(**{**defaults, **values, **others})
         except RequestError as error:
+            if str(error).startswith("structured_outputs"):
+                raise self.in_own_words(error) from None
             limit, given = others["max_tokens"], (self.max_tokens, getattr(self, "max_completion_tokens", None))
             if not str(error).startswith("min_tokens") or limit in given:
                 raise
@@ -154,13 +131,32 @@ class Sampling(Body):
             source = file if limit == defaults.get("max_tokens") else "the default of completions: give max_tokens"
             raise RequestError(f"{error}; max_tokens={limit} is {source}") from None
 
-    def _structure(self) -> dict[str, Any] | None:
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """What response_format demands of the text."""
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
-            return self.structured_outputs
+            return None
+        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+
+    def _structure(self) -> tuple[str, dict[str, Any] | None]:
+        """Which field demands a form of the text, and which form."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.answer_schema is not None:
+            found["response_format"] = {"json": self.answer_schema}
         if self.structured_outputs is not None:
-            raise ApiError(400, "response_format: cannot be combined with structured_outputs", param="response_format")
-        return {"json_object": True} if wanted.json_schema is None else {"json": wanted.json_schema.schema_}
+            found["structured_outputs"] = self.structured_outputs
+        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = {name.removeprefix("guided_"): value}
+        if len(found) > 1:
+            first, second, *_ = found
+            raise ApiError(400, f"{first}: cannot be combined with {second}", param=first)
+        return next(iter(found.items()), ("structured_outputs", None))
+
+    def in_own_words(self, error: RequestError) -> RequestError:
+        """An error of the grammar, by the name of the field that the client used."""
+        return RequestError(str(error).replace("structured_outputs", self._structure()[0]))
 
 
 TokenIds = Annotated[list[int], FEW]
@@ -190,22 +186,33 @@ class CompletionBody(Sampling):
         wanted = 1 if self.only_scores else self.max_tokens
         if wanted is None and "max_tokens" not in defaults:
             wanted = SamplingParams.max_tokens
-        prompt_logprobs = self.logprobs if self.echo else None
+        asked = [count for count in (self.logprobs if self.echo else None, self.prompt_logprobs) if count is not None]
+        prompt_logprobs = max(asked, default=None)
         return self._params(defaults, wanted, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
 class TextPart(Body):
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Body):
+    IGNORES_UNKNOWN: ClassVar[bool] = True
+
     name: ShortText
-    arguments: str  # a JSON object, as text
+    arguments: str  # a JSON object, as text; some clients write nothing where there are none
+
+    @property
+    def as_object(self) -> Any:
+        return parse_object(self.arguments or "{}")
 
 
 class PastCall(Body):
     """One that an earlier answer of the model made, as the client received it."""
+
+    IGNORES_UNKNOWN: ClassVar[bool] = True
 
     id: ShortText
     type: Literal["function"] = "function"
@@ -213,19 +220,20 @@ class PastCall(Body):
 
     def for_template(self) -> dict[str, Any]:
         """With the arguments as an object, which is what templates write out."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        function = {"name": self.function.name, "arguments": self.function.as_object}
         return {"id": self.id, "type": "function", "function": function}
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> PastCall:
-        if not isinstance(parse_object(self.function.arguments), dict):
+        if not isinstance(self.function.as_object, dict):
             message = f"messages: the arguments of the call {self.id!r:.60} are not a JSON object"
             raise ApiError(400, message, param="messages")
         return self
 
 
 class Message(Body):
-    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"function_call": (), "refusal": (), "audio": ()}
+    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"function_call": (), "audio": ()}
+    IGNORES_UNKNOWN: ClassVar[bool] = True
 
     role: ROLES
     content: str | Annotated[list[TextPart], FEW] | None = None
@@ -240,7 +248,7 @@ class Message(Body):
             fault = "tool_calls belong to the assistant"
         elif (self.tool_call_id is not None) != (self.role == "tool"):
             fault = "tool_call_id belongs to messages of role tool, each of which needs it"
-        elif self.content is None and not self.tool_calls:
+        elif self.content is None and self.role != "assistant":  # its answer may be all calls, reasoning or refusal
             fault = "content is missing"
         if fault is not None:
             raise ApiError(400, f"messages: {fault}", param="messages")
@@ -277,6 +285,8 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class Function(Body):
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema of an object; none: takes no arguments
@@ -284,6 +294,8 @@ class Function(Body):
 
 
 class Tool(Body):
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
     type: Literal["function"]
     function: Function
 
@@ -324,9 +336,7 @@ def check_tools(tools: list[Tool] | None) -> None:
 class ChatBody(Sampling):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
         "functions": ([],), "function_call": ("none",),
-        "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "reasoning_effort": (),
-        "verbosity": (), "store": (False,), "metadata": ({},), "service_tier": ("auto", "default"),
-        "safety_identifier": (), "prompt_cache_key": (), "chat_template": (), "chat_template_kwargs": ({},),
+        "modalities": (["text"],), "audio": (), "web_search_options": (), "chat_template": (),
     }  # fmt: skip
 
     messages: Messages
@@ -337,6 +347,9 @@ class ChatBody(Sampling):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer goes on where the last message ends
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the model's template, such as enable_thinking
 
     @model_validator(mode="after")
     def _tools_agree(self) -> ChatBody:
@@ -347,16 +360,11 @@ class ChatBody(Sampling):
             raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
             raise ApiError(400, f"tool_choice: {choice.function.name!r} is not one of the tools", param="tool_choice")
-        if self.offered and self.response_format is not None and self.response_format.type != "text":
+        name, structure = self._structure()
+        if self.binds_calls and structure is not None and name != "response_format":
             raise ApiError(
-                400, "response_format: cannot be combined with tools, unless tool_choice is 'none'",
-                param="response_format",
-            )  # fmt: skip
-        if self.binds_calls and self.structured_outputs is not None:
-            raise ApiError(
-                400, "structured_outputs: cannot be combined with strict tools or a tool_choice that demands calls",
-                param="structured_outputs",
-            )  # fmt: skip
+                400, f"{name}: cannot be combined with strict tools or a tool_choice that demands calls", param=name
+            )
         return self
 
     @property
@@ -368,13 +376,19 @@ class ChatBody(Sampling):
         return [] if choice == "none" else tools
 
     @property
+    def answers_json(self) -> bool:
+        """Where the model does not call, its text is bound by response_format."""
+        return bool(self.offered) and self.answer_schema is not None
+
+    @property
     def must_call(self) -> bool:
         return self.tool_choice not in ("none", "auto")
 
     @property
     def binds_calls(self) -> bool:
-        """Calls are held to their schemas while they are written."""
-        return self.must_call or any(tool.function.strict for tool in self.offered)
+        """Calls are held to their schemas while they are written. Beside a response_format always, since one grammar
+        has to cover both."""
+        return self.must_call or any(tool.function.strict for tool in self.offered) or self.answers_json
 
     @property
     def one_call(self) -> bool:
@@ -382,6 +396,9 @@ class ChatBody(Sampling):
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message: begins no new message; set add_generation_prompt=false"
+            raise ApiError(400, message, param="continue_final_message")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
@@ -394,7 +411,10 @@ class ChatBody(Sampling):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        return self._params(defaults, self.asked_tokens, logprobs=self.top_logprobs if self.logprobs else None)
+        return self._params(
+            defaults, self.asked_tokens, logprobs=self.top_logprobs if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )  # fmt: skip
 
 
 class TokenizeBody(Body):
@@ -403,7 +423,9 @@ class TokenizeBody(Body):
     messages: Messages | None = None
     tools: Tools | None = None  # as in a chat with these messages
     add_special_tokens: bool = True  # of a prompt; a chat template brings its own
-    add_generation_prompt: bool = True  # of messages
+    add_generation_prompt: bool = True  # of messages, as the next two
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")

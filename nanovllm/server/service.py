@@ -26,6 +26,7 @@ import anyio
 
 from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.engine.inputs import EngineInput
+from nanovllm.engine.token_bytes import TokenBytes
 from nanovllm.outputs import RequestDelta, gather
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ENGINE_FAILED, ENGINE_STUCK, INTERNAL, ApiError, timed_out
@@ -60,6 +61,7 @@ class Service:
         self.started = int(time.time())
         self.replica = ""  # which one of several this is
         self.metrics = Metrics(engine, self.model_name)
+        self.to_bytes = TokenBytes(engine.engine.tokenizer)
         self.tool_form = FORMS[options.tool_call_parser]
         self.capacity = engine.engine.scheduler.limits.max_num_seqs + options.max_waiting
         self.num_admitted = 0  # sequences from admission to their last token

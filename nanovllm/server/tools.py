@@ -1,7 +1,7 @@
 """Calls of functions: how the model is told of them, how it is made to write them well, how they are read from text.
 
     messages = as_plain_text(messages, tools, form)      # for a chat template that knows no tools
-    source = grammar(form, body, tokenizer)              # what the sampler must keep to, or None: the model is free
+    source = grammar(form, body, tokenizer)              # what the sampler must keep to, if calls are bound
     reader = CallReader(form, names, ...)                # one for a completion
     said = reader.feed(new_text, finished)               # what of it is content, what belongs to which call
 
@@ -92,24 +92,25 @@ def _instructions(tools: Sequence[Any], form: Form) -> str:
 # ---- what the model may write ----------------------------------------------------------------------------------------
 
 
-def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str | None:
-    """In llguidance's variant of Lark. None: whatever the model likes, which is read as far as it makes sense."""
-    if not body.binds_calls:
-        return None
+def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str:
+    """In llguidance's variant of Lark, for a body that binds calls. Others may write what they like, which is read as
+    far as it makes sense."""
     first, rules = [], []
     for number, tool in enumerate(body.offered):
         head = json.dumps({"name": tool.function.name, form.key: 0})[:-2]
-        # A document of its own for each schema: its "#/$defs/..." mean its own root.
-        schema = without_unions(json.dumps({**tool.arguments_schema, "x-guidance": JSON_SPACES}, ensure_ascii=False))
         first.append(f'{json.dumps(head)} args_{number} "}}"')
-        rules.append(f"args_{number}: %json {schema}")
-    opener, closer = (_symbol(tag, tokenizer) for tag in (form.opener, form.closer))
+        rules.append(f"args_{number}: %json {_spaced(tool.arguments_schema)}")
+    opener, closer = (symbol(tag, tokenizer) for tag in (form.opener, form.closer))
     one = f'{opener} "\\n" object "\\n" {closer}' if form.is_tagged else "object"
     calls = "call" if body.one_call else f"call ({json.dumps(form.between)} call)*"
     if form.around[0]:
         calls = f"{json.dumps(form.around[0])} {calls} {json.dumps(form.around[1])}"
     start = calls
-    if not body.must_call:
+    if body.answers_json and not body.must_call:
+        # The opener tells calls from an answer that may be JSON of the same shape
+        start = f"{'' if form.is_tagged else opener} {calls} | answer"
+        rules.append(f"answer: %json {_spaced(body.answer_schema or {})}")
+    elif not body.must_call:
         tag = re.escape(form.opener).replace("/", r"\/")
         if form.is_tagged:
             start = "TEXT call?" if body.one_call else "TEXT (call TEXT)*"
@@ -120,7 +121,12 @@ def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str | None:
     return "\n".join([f"start: {start}", f"call: {one}", "object: " + "\n  | ".join(first), *rules])
 
 
-def _symbol(tag: str, tokenizer: Any) -> str:
+def _spaced(schema: dict[str, Any]) -> str:
+    """A document of its own for each schema: its "#/$defs/..." mean its own root."""
+    return without_unions(json.dumps({**schema, "x-guidance": JSON_SPACES}, ensure_ascii=False))
+
+
+def symbol(tag: str, tokenizer: Any) -> str:
     """A tag that is one token of the vocabulary cannot be spelt in letters: llguidance knows it by number only."""
     number = tokenizer.get_added_vocab().get(tag)
     return json.dumps(tag) if number is None else f"<[{number}]>"
@@ -187,15 +193,18 @@ class Braces:
 
 class CallReader:
     """Reads the text of one completion as it comes. `has_grammar`: calls are sure to be well-formed, so arguments are
-    passed on as they are written; else a call is held until it is whole. `must_call`: there is nothing but calls."""
+    passed on as they are written; else a call is held until it is whole. `must_call`: there is nothing but calls.
+    `needs_opener`: a text that does not begin with the opener has no calls, whatever it looks like."""
 
     def __init__(
-        self, form: Form, names: Sequence[str], *, must_call: bool, has_grammar: bool, one_call: bool
+        self, form: Form, names: Sequence[str], *, must_call: bool, has_grammar: bool, one_call: bool,
+        needs_opener: bool = False,
     ) -> None:  # fmt: skip
         self._form = form
         self._names = frozenset(names)
         self._must_call = must_call
         self._has_grammar = has_grammar
+        self._needs_opener = needs_opener
         self._most = 1 if one_call else 1 << 30
         self.num_calls = 0
         self._rest = ""  # not read yet
@@ -226,6 +235,11 @@ class CallReader:
             return False
         if self._must_call:
             return self._open_at(self._rest.find("{"))
+        if self._needs_opener:
+            opener, text = self._form.opener, self._rest.lstrip()
+            self._needs_opener = len(text) < len(opener) and opener.startswith(text)
+            self._is_plain = not opener.startswith(text[: len(opener)])
+            return not self._needs_opener
         if not self._form.is_tagged:
             return self._in_list(said)
         if self._after_call:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine.detokenizer import MAX_PENDING, MAX_SPAN, MAX_WINDOW, StopMatch
 from nanovllm.engine.detokenizer import Detokenizer as Taking
+from nanovllm.engine.token_bytes import TokenBytes
 from nanovllm.sampling_params import SamplingParams
 
 CORPUS = [
@@ -485,3 +486,17 @@ def test_cost_does_not_grow_with_the_text():
     assert max(calls) <= 3 * MAX_SPAN
     assert sum(calls) < 5 * len(ids)
     assert one_by_one < 500e-6  # 5 us on a quiet machine
+
+
+@kinds
+def test_bytes_of_single_tokens(kind):
+    """Put together they are the text; decoded one by one, half characters are lost."""
+    tokenizer = tokenizer_of(kind)
+    to_bytes = TokenBytes(tokenizer)
+    for text in ("the fox 狐狸 stop é", "😀", "the</s>"):
+        ids = encode(kind, text)
+        found = b"".join(to_bytes(token, tokenizer.decode([token])) for token in ids).decode()
+        assert found.lstrip(" ") == text
+    assert [to_bytes(token, "x") for token in byte_ids(kind, "é".encode())] == [b"\xc3", b"\xa9"]
+    assert to_bytes(tokenizer.eos_token_id, "</s>") == b"</s>"
+    assert TokenBytes(None)(5, None) == b""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.sampling.structured import Grammar, Grammars
+from nanovllm.sampling import structured
+from nanovllm.sampling.structured import Grammar, Grammars, make_matcher
 from nanovllm.sampling_params import MAX_STRUCTURE, StructuredOutputsParams
 from tests.tiny_models import TinyModel
 
@@ -160,3 +161,84 @@ def test_compiled_once_for_a_request(llm: LLM, llama: TinyModel) -> None:
         Grammars(None, 300, [2]).compiled(params)
     with pytest.raises(RequestError, match="end token"):
         Grammars(llm.engine.tokenizer, 300, []).compiled(params)
+
+
+# ---- what a text is when its grammar cannot go on --------------------------------------------------------------------
+
+
+def test_a_grammar_that_is_given_up_never_ends_as_if_complete(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance runs out of fuel in the middle of a text. The row ends, the one beside it is not touched."""
+    plain = SamplingParams(max_tokens=10, seed=3, ignore_eos=True)
+    alone = llm.generate(["the men"], plain, use_tqdm=False)[0]["token_ids"]
+    class Tired:
+        """A matcher that fails after three tokens."""
+
+        def __init__(self, matcher: Any) -> None:
+            self._matcher, self._num = matcher, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._matcher, name)
+
+        def consume_tokens(self, ids: list[int]) -> Any:
+            self._num += len(ids)
+            return self._matcher.consume_tokens(ids)
+
+        def consume_token(self, token: int) -> Any:
+            return self.consume_tokens([token])
+
+        def is_error(self) -> bool:
+            return self._num >= 3
+
+        def get_error(self) -> str:
+            return "out of fuel"
+
+    monkeypatch.setattr(structured, "make_matcher", lambda *args: Tired(make_matcher(*args)))
+    wanted = SamplingParams(structured_outputs={"regex": "[ab]{20}"}, max_tokens=40)
+    row, cut = llm.generate(["the men", "the men"], [plain, wanted], use_tqdm=False)
+    assert row["token_ids"] == alone
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("length", "structured output given up")
+    assert len(cut["text"]) < 20
+
+
+def test_a_complete_text_ends_with_stop(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"regex": "[ab]{5}"}, max_tokens=40, n=4, seed=1)
+    for one in llm.generate(["the men"], params, use_tqdm=False)[0].outputs:
+        assert (one.finish_reason, one.stop_reason, len(one.text)) == ("stop", None, 5)
+    cut = SamplingParams(structured_outputs={"regex": "[ab]{50}"}, max_tokens=5)
+    assert llm.generate(["the men"], cut, use_tqdm=False)[0]["finish_reason"] == "length"
+    ended = SamplingParams(structured_outputs={"regex": "a{9}"}, max_tokens=40, stop="aaa")  # as the caller wished
+    assert llm.generate(["the men"], ended, use_tqdm=False)[0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("regex", "yes", "no"),
+    [(r"\d", "7", "٣"), (r"\w", "a", "é"), (r"[\d.]", ".", "٣"), (r"\S\D\W", "xxé", "xxx"), (r"\s", "\t", "\u3000"),
+     (r"\\d", "\\d", "\\7"), (r"a/b", "a/b", "ab")],
+)  # fmt: skip
+def test_classes_of_a_regex_are_ascii(llm: LLM, regex: str, yes: str, no: str) -> None:
+    grammar = llm.llm_engine.grammars.compiled(SamplingParams(structured_outputs={"regex": regex})).structured_outputs
+    for text, fits in ((yes, True), (no, False)):
+        ids = llm.llm_engine.tokenizer.encode(text, add_special_tokens=False)
+        matcher = make_matcher(grammar.tokenizer, grammar.source)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits
+
+
+def test_gbnf(llm: LLM) -> None:
+    wanted = {"grammar": 'root ::= pair ("," pair)?\npair ::= [a-b] "=" [0-1] # two of them\n'}
+    for text in texts(llm, wanted, max_tokens=40):
+        assert re.fullmatch("[ab]=[01](,[ab]=[01])?", text)
+    for broken in ("root ::= (", 'root ::= "a" nope', 'other ::= "a"'):
+        with pytest.raises(RequestError, match="grammar: is no GBNF"):
+            llm.generate(["a"], SamplingParams(structured_outputs={"grammar": broken}), use_tqdm=False)
+
+
+def test_unique_items(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": False}
+    for text in texts(llm, {"json": schema}, max_tokens=100):
+        assert set(json.loads(text)) <= {1, 2}
+    named = {"type": "object", "properties": {"uniqueItems": {"const": False}}, "required": ["uniqueItems"],
+             "additionalProperties": False}  # fmt: skip
+    for text in texts(llm, {"json": named}, max_tokens=150):
+        assert json.loads(text) == {"uniqueItems": False}
+    with pytest.raises(RequestError, match="uniqueItems"):
+        texts(llm, {"json": {**schema, "uniqueItems": True}})

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from nanovllm.outputs import Logprob
 from nanovllm.server import answers
 from nanovllm.server.errors import ApiError
-from nanovllm.server.pieces import completion_logprobs
+from nanovllm.server.pieces import TextPlace, completion_logprobs
 from nanovllm.server.protocol import ChatBody, CompletionBody
 from tests.server.rig import Running, running
 from tests.tiny_models import TinyModel
@@ -59,7 +59,7 @@ def test_offsets_are_summed_once() -> None:
     for count in (100, 400):
         Counted.lengths = 0
         positions = [{number: Logprob(-1.0, 1, Counted("ab"))} for number in range(count)]
-        found = completion_logprobs(positions, 0, offset=7)
+        found = completion_logprobs(positions, 0, TextPlace(7))
         assert found is not None
         assert found["text_offset"] == list(range(7, 7 + 2 * count, 2))
         assert Counted.lengths <= 4 * count
@@ -164,9 +164,10 @@ def test_one_fault_is_enough(name: str) -> None:
 
 
 def test_unknown_fields_are_named_as_before(server: Running) -> None:
+    tool = {"type": "function", "function": {"name": "f"}, "no": 1}
     for path, body, param in (
         ("/v1/completions", {"prompt": "a", "nothing": 1}, "nothing"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "no": 1}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}, "tools"),
     ):
         error = server.post(path, body).json()["error"]
         assert (error["param"], error["code"]) == (param, "unknown_field")

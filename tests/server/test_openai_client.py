@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import math
 from typing import Any
 
@@ -111,7 +112,9 @@ def test_logprobs_of_completions(server: Running, client: openai.OpenAI, llama: 
     expected = [float(answer.logprobs[start + i, token]) for i, token in enumerate(answer.tokens)]
     assert found.token_logprobs == pytest.approx(expected, abs=2e-3)
     assert all(1 <= len(best) <= 4 for best in found.top_logprobs)  # half characters look alike: one key
-    assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(NEW_TOKENS)]
+    data = [server.service.to_bytes(token, "") for token in answer.tokens]
+    decoder = codecs.getincrementaldecoder("utf-8")
+    assert found.text_offset == [len(decoder("replace").decode(b"".join(data[:i]))) for i in range(NEW_TOKENS)]
     pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**settings, stream=True)]
     assert [x for piece in pieces for x in piece.token_logprobs] == pytest.approx(found.token_logprobs)
     assert [x for piece in pieces for x in piece.text_offset] == found.text_offset
@@ -172,7 +175,7 @@ def test_chat_logprobs(server: Running, client: openai.OpenAI) -> None:
         for entry in choice.logprobs.content:
             assert len(entry.top_logprobs) == 2
             assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
-            assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+            assert bytes(entry.bytes).decode(errors="replace") == entry.token
             assert entry.logprob <= entry.top_logprobs[0].logprob
     chunks = chunks_of(client.chat.completions.create(**settings, stream=True))
     streamed: list[list[float]] = [[], []]
@@ -272,3 +275,48 @@ def test_no_logprob_is_minus_infinity(server: Running, client: openai.OpenAI) ->
         model=server.model, prompt=PROMPT, max_tokens=4, logprobs=20, temperature=0, logit_bias={"70": -100}
     )
     assert all(math.isfinite(x) for best in answer.choices[0].logprobs.top_logprobs for x in best.values())
+
+
+MANY_BYTES = "né 日本😀é"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_half_characters(server: Running, client: openai.OpenAI, stream: bool) -> None:
+    """Each byte of these characters is a token of its own here."""
+    options: dict[str, Any] = {"model": server.model, "max_tokens": 60, "stream": stream}
+    options["extra_body"] = {"guided_choice": [MANY_BYTES]}
+    answer = client.chat.completions.create(
+        messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2, **options
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == MANY_BYTES + "<|eos|>"
+    assert any(len(entry.bytes) == 1 and entry.bytes[0] > 127 for entry in entries)
+    for entry in entries:
+        tops = {top.token: top for top in entry.top_logprobs}
+        if "\ufffd" not in entry.token and entry.token in tops:
+            assert tops[entry.token].bytes == entry.bytes
+
+    found = client.completions.create(prompt="a", logprobs=0, **options)
+    choices = [chunk.choices[0] for chunk in found] if stream else found.choices
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    assert "".join(choice.text for choice in choices) == MANY_BYTES
+    lengths = [len(entry.bytes) for entry in entries]
+    begun = [MANY_BYTES.encode()[: sum(lengths[:i])].decode(errors="ignore") for i in range(len(lengths))]
+    assert offsets == [len(text) for text in begun]
+    assert len(set(offsets)) < len(offsets)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_behind_an_echoed_prompt(server: Running, client: openai.OpenAI, stream: bool) -> None:
+    options: dict[str, Any] = {"model": server.model, "max_tokens": 60, "stream": stream, "logprobs": 0, "echo": True}
+    options["extra_body"] = {"guided_choice": ["日本"], "return_token_ids": True}
+    for prompt in ("é日x", server.engine.tokenizer.encode("é日x")):  # only the second text has the <|bos|>
+        found = client.completions.create(prompt=prompt, **options)
+        choices = [chunk.choices[0] for chunk in found] if stream else found.choices
+        text = "".join(choice.text for choice in choices)
+        tokens = [token for choice in choices for token in choice.logprobs.tokens]
+        offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+        for token, offset in zip(tokens[1:-1], offsets[1:-1]):
+            assert token == "\ufffd" or text.startswith(token, offset)
+        assert (offsets[0], offsets[-1], tokens[-1]) == (0, len(text), "<|eos|>")

@@ -15,6 +15,7 @@ import pytest
 
 from nanovllm import CompletionDelta, EngineConfig, RequestDelta
 from nanovllm.engine.async_engine import AsyncLLMEngine
+from nanovllm.engine.token_bytes import TokenBytes
 from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.server import run as server_run
 from nanovllm.server.answers import ChatAnswer, CompletionAnswer
@@ -33,7 +34,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "stream": True}
 
 def make_answer(body: dict[str, Any]) -> Any:
     kind = (ChatAnswer, ChatBody) if "messages" in body else (CompletionAnswer, CompletionBody)
-    return kind[0](SimpleNamespace(model_name=MODEL), kind[1](**body), "text")  # type: ignore[arg-type]
+    service = SimpleNamespace(model_name=MODEL, options=ServerOptions(), to_bytes=TokenBytes(None))
+    return kind[0](service, kind[1](**body), "text")  # type: ignore[arg-type]
 
 
 def delta_of(*outputs: CompletionDelta) -> RequestDelta:

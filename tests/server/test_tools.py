@@ -301,7 +301,9 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "parallel_tool_calls"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}},
+     "response_format", "compiled"),
+    ({"response_format": {"type": "json_object"}, "tools": [CLOCK, ODD]}, "tools", "tools.1.function.parameters"),
     ({"structured_outputs": {"regex": "a"}, "tool_choice": "required"}, "structured_outputs", "tool_choice"),
     ({"structured_outputs": {"regex": "a"}, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
      "structured_outputs", "strict"),
@@ -309,7 +311,7 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "tool_call_id"),
     ({"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}, "messages", "tool_call_id"),
     ({"messages": [{**PAST[2], "role": "user"}]}, "messages", "assistant"),
-    ({"messages": [{"role": "assistant"}]}, "messages", "content"),
+    ({"messages": [{"role": "user"}]}, "messages", "content"),
     ({"messages": [{"role": "assistant", "tool_calls": [
         {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]}, "messages", "arguments"),
 ]  # fmt: skip

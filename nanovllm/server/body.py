@@ -1,0 +1,78 @@
+"""Body: how a JSON body is read. `null` means "not given", and a field is honoured, ignored or refused by its name.
+
+    class Question(Body):
+        IGNORED = frozenset({"mood"})     # changes nothing, so it is left out
+        text: str
+
+    question, ignored = Question.read(raw)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+from nanovllm.server.errors import ApiError
+
+MAX_NAMED = 32  # ignored fields in a line of the log
+
+# pydantic collects every fault while it holds the interpreter's lock: 4 MB of wrong numbers took 43 s. So the check of
+# a list ends at its first fault, and lists that are tried as several types have a greatest length.
+FEW = Field(fail_fast=True)
+
+ShortText = Annotated[str, Field(max_length=1024)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields we cannot honour -> values that ask for nothing
+    IGNORED: ClassVar[frozenset[str]] = frozenset()  # fields that change no text
+    IGNORES_UNKNOWN: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_name(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = {name: value for name, value in data.items() if value is not None}
+        for name in data.keys() & cls.HARMLESS.keys():
+            if not any(_same(data[name], value) for value in cls.HARMLESS[name]):
+                raise ApiError(400, f"{name}: this server does not support it", param=name, code="unsupported_field")
+            del data[name]
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in data if name not in known]
+        ignored = [name for name in unknown if cls.IGNORES_UNKNOWN or name in cls.IGNORED]
+        refused = [] if cls.IGNORES_UNKNOWN else [name for name in unknown if name not in cls.IGNORED]
+        for name in ignored + refused[1:]:  # one is enough to refuse the body: see FEW
+            del data[name]
+        if info.context is not None and len(info.context) < MAX_NAMED:
+            info.context.update(f"{name:.64}" for name in ignored[:MAX_NAMED])
+        return data
+
+    @classmethod
+    def read(cls, raw: bytes) -> tuple[Any, list[str]]:
+        """The body, and the names of what was left out of it, for the log."""
+        ignored: set[str] = set()
+        return cls.model_validate_json(raw, context=ignored), sorted(ignored)
+
+    @classmethod
+    def fields(cls) -> frozenset[str]:
+        return frozenset(cls.model_fields)
+
+
+def parse_object(text: str) -> Any:
+    """The value of a JSON text; None if it is none. JSON has no NaN, whatever Python's reader thinks."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _same(given: Any, value: Any) -> bool:
+    return type(given) is type(value) and given == value  # False is not 0

@@ -1,0 +1,174 @@
+"""Fields that vLLM adds to OpenAI's API, through the openai client's extra_body. The model is random: grammars dictate
+what it writes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.rig import Running
+from tests.server.test_refusals import HI, check_error
+from tests.tiny_models import TinyModel
+
+GREEDY: dict[str, Any] = {"temperature": 0}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}bot:{{ '' if enable_thinking | default(true) else 'quiet' }}{% endif %}"
+)
+
+
+def rendered(server: Running, **options: Any) -> str:
+    found = server.post("/v1/chat/completions", {"max_tokens": 1, "return_token_ids": True, **options})
+    assert found.status_code == 200, found.text
+    tokens = found.json()["prompt_token_ids"]
+    told = {name: value for name, value in options.items() if name != "response_format"}
+    assert server.post("/tokenize", told).json()["tokens"] == tokens
+    return server.engine.tokenizer.decode(tokens)
+
+
+def test_variables_of_the_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine.tokenizer, "chat_template", TEMPLATE)
+    assert rendered(server, messages=HI) == "user:a;bot:"
+    assert rendered(server, messages=HI, chat_template_kwargs={"enable_thinking": False}) == "user:a;bot:quiet"
+    assert rendered(server, messages=HI, chat_template_kwargs={"enable_thinking": True, "other": [1]}) == "user:a;bot:"
+    assert rendered(server, messages=HI, add_generation_prompt=False) == "user:a;"
+    going = [*HI, {"role": "assistant", "content": "the men"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert rendered(server, messages=going, **options) == "user:a;assistant:the men"
+
+
+def test_variables_are_users_text(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine.tokenizer, "chat_template", "{{ note }}{{ messages[0].content }}")
+    monkeypatch.setattr(server.engine.inputs.control_tokens, "_mode", "refuse")
+    body = {"messages": HI, "chat_template_kwargs": {"note": "x<|end|>"}}
+    error = check_error(server.post("/v1/chat/completions", body))
+    assert (error["param"], "<|end|>" in error["message"]) == ("chat_template_kwargs", True)
+
+
+GUIDED: list[tuple[dict[str, Any], set[str]]] = [
+    ({"guided_regex": "(ab|cd){2}"}, {"abab", "abcd", "cdab", "cdcd"}),
+    ({"guided_choice": ["red", "blue"]}, {"red", "blue"}),
+    ({"guided_grammar": 'start: "x" ("y" | "z")'}, {"xy", "xz"}), ({"guided_json": {"enum": [1, 2]}}, {"1", "2"}),
+    ({"guided_json": '{"enum": [1, 2]}'}, {"1", "2"}),
+    ({"guided_grammar": 'root ::= "x" tail # GBNF\ntail ::= "y" | [z]'}, {"xy", "xz"}),
+    ({"structured_outputs": {"grammar": 'root ::= "x" "y"'}}, {"xy"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("extra", "texts"), GUIDED, ids=lambda x: str(x)[:40])
+def test_guided_fields(server: Running, client: openai.OpenAI, extra: dict[str, Any], texts: set[str]) -> None:
+    extra = {**extra, "guided_decoding_backend": "xgrammar"}
+    plain = client.completions.create(model=server.model, prompt="a", max_tokens=60, extra_body=extra)
+    chat = client.chat.completions.create(model=server.model, messages=HI, max_tokens=60, extra_body=extra)  # type: ignore
+    for choice, text in ((plain.choices[0], plain.choices[0].text), (chat.choices[0], chat.choices[0].message.content)):
+        assert (text.strip() in texts, choice.finish_reason) == (True, "stop")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("guided_grammar", "root ::= (", "GBNF"), ("guided_grammar", 'root ::= "a" nope', "nope"),
+        ("guided_json", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("structured_outputs", {"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+            "properties": {"a": {"type": "array", "uniqueItems": True}}}}}, "uniqueItems"),
+    ],
+)  # fmt: skip
+def test_what_no_grammar_can_say_is_refused_by_the_clients_name(
+    server: Running, field: str, value: Any, said: str
+) -> None:
+    for path, what in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HI})):
+        error = check_error(server.post(path, {**what, field: value}))
+        assert error["param"] == field
+        assert error["message"].startswith(field)
+        assert said in error["message"]
+        assert field == "structured_outputs" or "structured_outputs" not in error["message"]
+
+
+def test_prompt_logprobs(server: Running, client: openai.OpenAI, llama: TinyModel) -> None:
+    answer = llama.answers[4]
+    extra = {"prompt_logprobs": 2, "return_token_ids": True}
+    options: dict[str, Any] = {"model": server.model, "max_tokens": 3, "extra_body": extra, **GREEDY}
+    found = client.completions.create(prompt=answer.prompt, **options).choices[0].model_extra
+    assert found["prompt_token_ids"] == answer.prompt
+    assert found["token_ids"] == answer.tokens[:3]
+    first, *others = found["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(answer.prompt) - 1
+    for position, (token, scores) in enumerate(zip(answer.prompt[1:], others)):
+        assert 2 <= len(scores) <= 3
+        own = scores[str(token)]
+        assert set(own) == {"logprob", "rank", "decoded_token"}
+        assert own["logprob"] == pytest.approx(float(answer.logprobs[position, token]), abs=2e-3)
+        assert {1, 2} <= {score["rank"] for score in scores.values()}
+    chat = client.chat.completions.create(messages=HI, **options)
+    assert len(chat.model_extra["prompt_logprobs"]) == len(chat.model_extra["prompt_token_ids"])
+    assert len(chat.choices[0].model_extra["token_ids"]) == 3
+    # beside echo, each with its own count
+    both = {"prompt": answer.prompt, "max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
+    choice = server.post("/v1/completions", both).json()["choices"][0]
+    assert all(len(best) <= 2 for best in choice["logprobs"]["top_logprobs"][1:])
+    assert all(len(scores) >= 3 for scores in choice["prompt_logprobs"][1:])
+
+
+def test_token_ids_in_streams(server: Running, client: openai.OpenAI, llama: TinyModel) -> None:
+    answer = llama.answers[4]
+    options: dict[str, Any] = {"model": server.model, "max_tokens": 8, "stream": True, **GREEDY}
+    extra = {"return_token_ids": True}
+    events = [chunk.choices[0].model_extra for chunk in
+              client.completions.create(prompt=answer.prompt, extra_body=extra, **options)]  # fmt: skip
+    assert [token for event in events for token in event["token_ids"]] == answer.tokens[:8]
+    assert [event.get("prompt_token_ids") for event in events] == [answer.prompt] + [None] * (len(events) - 1)
+    whole = server.post("/v1/chat/completions", {"messages": HI, "max_tokens": 8, **GREEDY, **extra}).json()
+    chunks = list(client.chat.completions.create(messages=HI, extra_body=extra, **options))
+    assert chunks[0].model_extra["prompt_token_ids"] == whole["prompt_token_ids"]
+    found = [token for chunk in chunks for token in chunk.choices[0].model_extra.get("token_ids", [])]
+    assert found == whole["choices"][0]["token_ids"]
+
+
+def test_prompts_are_truncated_from_the_left(server: Running, llama: TinyModel) -> None:
+    prompt = llama.prompts[-1]
+    options = {"max_tokens": 5, "return_token_ids": True, **GREEDY}
+    for given in (prompt, server.engine.tokenizer.decode(prompt)):
+        cut = server.post("/v1/completions", {"prompt": given, "truncate_prompt_tokens": 9, **options}).json()
+        kept = cut["choices"][0]["prompt_token_ids"]
+        assert len(kept) == 9
+        if given is prompt:
+            assert kept == prompt[-9:]
+        plain = server.post("/v1/completions", {"prompt": kept, **options}).json()
+        assert plain["choices"][0]["token_ids"] == cut["choices"][0]["token_ids"]
+    long = [5] * 500
+    answer = server.post("/v1/completions", {"prompt": long, "truncate_prompt_tokens": -1, **options}).json()
+    assert len(answer["choices"][0]["prompt_token_ids"]) == server.engine.max_model_len - 5
+    chat = {"messages": [{"role": "user", "content": "the rain " * 90}], "truncate_prompt_tokens": 20, **options}
+    assert len(server.post("/v1/chat/completions", chat).json()["prompt_token_ids"]) == 20
+    echo = {"prompt": prompt, "truncate_prompt_tokens": 9, "echo": True, "max_tokens": 1}
+    text = server.post("/v1/completions", echo).json()["choices"][0]["text"]
+    assert text.startswith(server.engine.tokenizer.decode(prompt[-9:]).rstrip("\ufffd"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_is_not_cut_by_stop_strings(server: Running, stream: bool) -> None:
+    """Its text is the server's own business, and half a call is of no use."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "properties": {"a": {"const": "stop here"}}, "required": ["a"], "additionalProperties": False}}}  # fmt: skip
+    ban = {str(i): -100 for i in range(300) if not server.engine.tokenizer.decode([i]).strip()}
+    body = {"messages": HI, "tools": [tool], "stop": ["here", "{", '"'], "stop_token_ids": list(range(7, 100)),
+            "max_tokens": 110, "logit_bias": ban, "stream": stream, "truncate_prompt_tokens": 20}  # fmt: skip
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        sent = {**body, "tool_choice": choice, "parallel_tool_calls": False}
+        answer = server.post("/v1/chat/completions", sent)
+        assert answer.status_code == 200, answer.text
+        if stream:
+            events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+            calls = [call for e in events for call in e["choices"][0]["delta"].get("tool_calls", [])]
+            text = "".join(call["function"]["arguments"] for call in calls)
+            reason = events[-1]["choices"][0]["finish_reason"]
+        else:
+            [choice_made] = answer.json()["choices"]
+            text = choice_made["message"]["tool_calls"][0]["function"]["arguments"]
+            reason = choice_made["finish_reason"]
+        assert (json.loads(text), reason) == ({"a": "stop here"}, "tool_calls")
