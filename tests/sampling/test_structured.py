@@ -17,6 +17,7 @@ from nanovllm.sampling_params import MAX_STRUCTURE, StructuredOutputsParams
 from tests.tiny_models import TinyModel
 
 pytest.importorskip("llguidance")
+llguidance_numpy = pytest.importorskip("llguidance.numpy")
 
 SCHEMA = {
     "type": "object", "required": ["name", "age", "tags"], "additionalProperties": False,
@@ -170,6 +171,8 @@ def test_a_grammar_that_is_given_up_never_ends_as_if_complete(llm: LLM, monkeypa
     """llguidance runs out of fuel in the middle of a text. The row ends, the one beside it is not touched."""
     plain = SamplingParams(max_tokens=10, seed=3, ignore_eos=True)
     alone = llm.generate(["the men"], plain, use_tqdm=False)[0]["token_ids"]
+    real_fill = llguidance_numpy.fill_next_token_bitmask_par
+
     class Tired:
         """A matcher that fails after three tokens."""
 
@@ -192,6 +195,10 @@ def test_a_grammar_that_is_given_up_never_ends_as_if_complete(llm: LLM, monkeypa
         def get_error(self) -> str:
             return "out of fuel"
 
+    def fill(executor: Any, matchers: list[tuple[Any, int]], table: Any) -> None:
+        real_fill(executor, [(matcher._matcher, i) for matcher, i in matchers], table)
+
+    monkeypatch.setattr(llguidance_numpy, "fill_next_token_bitmask_par", fill)
     monkeypatch.setattr(structured, "make_matcher", lambda *args: Tired(make_matcher(*args)))
     wanted = SamplingParams(structured_outputs={"regex": "[ab]{20}"}, max_tokens=40)
     row, cut = llm.generate(["the men", "the men"], [plain, wanted], use_tqdm=False)
