@@ -170,7 +170,8 @@ def allowed_words(asked: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np
     grammar = asked[0][0]
     found = np.zeros((len(asked), -(-grammar.tokenizer.vocab_size // 32)), np.int32)
     sound = [(matchers[i], i) for i in first.values() if not matchers[i].is_error()]
-    fill_next_token_bitmask_par(grammar.executor, sound, found)
+    if sound:
+        fill_next_token_bitmask_par(grammar.executor, sound, found)
     width = min(words.shape[1], found.shape[1])
     words[:, :width] = found[[first[id(matcher)] for matcher in matchers], :width]
     if vocab % 32:
