@@ -27,7 +27,14 @@ class TokenBytes:
         state = b"" if decoder is None else decoder.__getstate__()
         self._is_byte_level, self._has_fallback = b"ByteLevel" in state, b"ByteFallback" in state
 
+        self._known: dict[int, bytes] = {}  # the tokenizer takes some microseconds, and there may be 20 for a position
+
     def __call__(self, token_id: int, decoded: str | None) -> bytes:
+        if token_id not in self._known:
+            self._known[token_id] = self._find(token_id, decoded)
+        return self._known[token_id]
+
+    def _find(self, token_id: int, decoded: str | None) -> bytes:
         if token_id not in self._added and (self._is_byte_level or self._has_fallback):
             piece = self._tokenizer.convert_ids_to_tokens(token_id) or ""  # type: ignore[union-attr]
             if self._has_fallback and (found := BYTE_TOKEN.fullmatch(piece)):

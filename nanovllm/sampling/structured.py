@@ -137,7 +137,8 @@ def to_lark(wanted: StructuredOutputsParams) -> str:
 
     if wanted.json is not None or wanted.json_object:
         schema = json.loads(without_unions(str(wanted.json or '{"type": "object"}')))
-        return f"start: %json {json.dumps({**schema, 'x-guidance': JSON_SPACES})}"
+        spaced = {**schema, "x-guidance": JSON_SPACES} if isinstance(schema, dict) else {"x-guidance": JSON_SPACES}
+        return f"start: %json {json.dumps(spaced)}"
     if wanted.regex is not None:  # \d, \w and \s of ASCII, as in vLLM and in JavaScript; Rust's have all of Unicode
         return f"start: /{regex_to_lark(wanted.regex, 'dws')}/"
     if wanted.choice is not None:

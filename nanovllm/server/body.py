@@ -29,7 +29,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields we cannot honour -> values that ask for nothing
     IGNORED: ClassVar[frozenset[str]] = frozenset()  # fields that change no text
-    IGNORES_UNKNOWN: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -43,12 +42,13 @@ class Body(BaseModel):
             del data[name]
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = [name for name in data if name not in known]
-        ignored = [name for name in unknown if cls.IGNORES_UNKNOWN or name in cls.IGNORED]
-        refused = [] if cls.IGNORES_UNKNOWN else [name for name in unknown if name not in cls.IGNORED]
+        is_loose = cls.model_config["extra"] == "ignore"
+        ignored = [name for name in unknown if is_loose or name in cls.IGNORED]
+        refused = [] if is_loose else [name for name in unknown if name not in cls.IGNORED]
         for name in ignored + refused[1:]:  # one is enough to refuse the body: see FEW
             del data[name]
-        if info.context is not None and len(info.context) < MAX_NAMED:
-            info.context.update(f"{name:.64}" for name in ignored[:MAX_NAMED])
+        if info.context is not None:
+            info.context.update(f"{name:.64}" for name in ignored[: MAX_NAMED - len(info.context)])
         return data
 
     @classmethod
@@ -60,6 +60,12 @@ class Body(BaseModel):
     @classmethod
     def fields(cls) -> frozenset[str]:
         return frozenset(cls.model_fields)
+
+
+class SentBack(Body):
+    """Part of a message: clients send it back with what they have added, so unknown keys are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 def parse_object(text: str) -> Any:

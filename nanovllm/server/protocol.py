@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.body import FEW, Body, ShortText, parse_object
+from nanovllm.server.body import FEW, Body, SentBack, ShortText, parse_object
 from nanovllm.server.errors import ApiError
 
 # Each of these is walked once a step, or decoded for each token, by a thread that all requests share.
@@ -191,16 +191,12 @@ class CompletionBody(Sampling):
         return self._params(defaults, wanted, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-class TextPart(Body):
-    IGNORES_UNKNOWN: ClassVar[bool] = True
-
+class TextPart(SentBack):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Body):
-    IGNORES_UNKNOWN: ClassVar[bool] = True
-
+class CalledFunction(SentBack):
     name: ShortText
     arguments: str  # a JSON object, as text; some clients write nothing where there are none
 
@@ -209,10 +205,8 @@ class CalledFunction(Body):
         return parse_object(self.arguments or "{}")
 
 
-class PastCall(Body):
+class PastCall(SentBack):
     """One that an earlier answer of the model made, as the client received it."""
-
-    IGNORES_UNKNOWN: ClassVar[bool] = True
 
     id: ShortText
     type: Literal["function"] = "function"
@@ -231,9 +225,8 @@ class PastCall(Body):
         return self
 
 
-class Message(Body):
+class Message(SentBack):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {"function_call": (), "audio": ()}
-    IGNORES_UNKNOWN: ClassVar[bool] = True
 
     role: ROLES
     content: str | Annotated[list[TextPart], FEW] | None = None
