@@ -180,9 +180,8 @@ class CountBody(Sampling):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         if isinstance(self, MessagesBody):
             fields["max_tokens"] = self.max_tokens
-            if self.messages[-1].role == "assistant":
-                message = "messages: the last one is the assistant's, which this server does not continue: leave it out"
-                raise ApiError(400, message, param="messages", code="unsupported_content")
+        if self.messages[-1].role == "assistant":  # its words are the beginning of the answer
+            fields.update(continue_final_message=True, add_generation_prompt=False)
         messages: list[dict[str, Any]] = []
         if system := self.system:
             text = system if isinstance(system, str) else "\n".join(block.text or "" for block in system)

@@ -174,3 +174,18 @@ def test_thoughts_can_be_sent_back(server: Running) -> None:
     past = {"role": "assistant", "content": None, "reasoning_content": "hm"}
     body = {"messages": [*ASK, past, *ASK], "max_tokens": 2}
     assert server.post("/v1/chat/completions", body).status_code == 200
+
+
+def test_thoughts_in_other_dialects(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.server.answers.free_thoughts", lambda engine, params, start: params)
+    known = server.engine.tokenizer.get_added_vocab()
+    text = f'<[{known[THINK[0]]}]> "\\nhm\\n" <[{known[THINK[1]]}]> "\\n\\nOslo"'
+    bound = {"structured_outputs": {"grammar": f"start: {text}"}}
+    answer = server.post("/v1/messages", {"messages": ASK, "max_tokens": 60, **bound}).json()
+    assert [(block["type"], block.get("thinking", block.get("text"))) for block in answer["content"]] == [
+        ("thinking", "hm"), ("text", "Oslo")
+    ]  # fmt: skip
+    answer = server.post("/v1/responses", {"input": "rain?", "max_output_tokens": 60, **bound}).json()
+    assert [(item["type"], item["content"][0]["text"]) for item in answer["output"]] == [
+        ("reasoning", "hm"), ("message", "Oslo")
+    ]  # fmt: skip
