@@ -127,7 +127,7 @@ def test_a_plot_needs_what_its_extra_installs(run: Run, tmp_path: Path, monkeypa
     """The message, the help and pyproject.toml agree."""
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'^plot = \[.*"matplotlib', project, re.M)
-    assert re.search(r'^server = \[.*"httpx', project, re.M)
+    assert re.search(r'^server = \[.*?"httpx', project, re.M | re.S)
     assert "nano-vllm[plot]" in " ".join(run("bench", "serve", "--help").out.split())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("nanovllm.bench.report.find_spec", lambda name: None)
