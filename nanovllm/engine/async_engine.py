@@ -209,6 +209,18 @@ class AsyncLLMEngine:
         with contextlib.suppress(EngineDeadError):
             self._post(go_on)
 
+    def cut_off(self, make_error: Callable[[], BaseException]) -> None:
+        """End every request that runs, with an error of its own for its reader."""
+
+        def cut() -> None:
+            for request_id, stream in list(self._streams.items()):
+                self.engine.abort_request(request_id)
+                del self._streams[request_id]
+                _call(stream.loop, stream.fail, make_error())
+
+        with contextlib.suppress(EngineDeadError):
+            self._post(cut)
+
     def close(self) -> None:
         """Stop the thread and free the model; running requests end with EngineDeadError. Calling it twice is fine."""
         with contextlib.suppress(EngineDeadError):

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -32,15 +33,22 @@ logger = logging.getLogger("nanovllm")
 # Seconds of silence before the first question, seconds between two, their number; milliseconds for data that was sent
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
+CUT_SECONDS = 5  # for requests that are cut off to say so; then their tasks are cancelled
+
 
 class Server(uvicorn.Server):
     """uvicorn's own handler raises the signal once more after the drain, so the process would die of it.
 
-    `before_drain`: what must happen so that the requests that run can end."""
+    `before_drain`: what must happen so that the requests that run can end. `cut_off`: ends those that did not, after
+    drain_timeout or at a second signal; a third does not wait for that either."""
 
-    def __init__(self, config: uvicorn.Config, before_drain: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, before_drain: Callable[[], None] = lambda: None,
+        cut_off: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         super().__init__(config)
-        self._before_drain = before_drain
+        self._before_drain, self._cut_off = before_drain, cut_off
+        self._cut_now = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, for one socket, but with a limit of connections."""
@@ -62,7 +70,21 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._acceptor.close()
         self._before_drain()
+        cutting = asyncio.create_task(self._cut_in_time())
         await super().shutdown(sockets)
+        cutting.cancel()
+
+    async def _cut_in_time(self) -> None:
+        seconds = self.config.nanovllm_options.drain_timeout  # type: ignore[attr-defined]
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._cut_now.wait(), seconds)
+        self._cut_off()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and not self._cut_now.is_set():
+            self._cut_now.set()
+        else:
+            super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,7 +126,7 @@ def listen(options: ServerOptions) -> socket.socket:
 def make_server(service: Service) -> Server:
     from nanovllm.server.app import make_app
 
-    return Server(uvicorn_config(make_app(service), service.options), service.engine.drain)
+    return Server(uvicorn_config(make_app(service), service.options), service.engine.drain, service.cut_off)
 
 
 def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
@@ -118,7 +140,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(options.drain_timeout)),
+        timeout_graceful_shutdown=math.ceil(options.drain_timeout) + CUT_SECONDS,
     )
     config.nanovllm_options = options  # type: ignore[attr-defined]  # for Connection
     return config
@@ -159,4 +181,5 @@ def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], Non
         server.run(sockets=[listener])
     finally:
         service.close()
-    say("all requests are answered, the engine is closed")
+    answered = f"{service.num_cut} requests were cut off" if service.num_cut else "all requests are answered"
+    say(f"{answered}, the engine is closed")

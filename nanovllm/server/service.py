@@ -66,9 +66,19 @@ class Service:
         self.capacity = engine.engine.scheduler.limits.max_num_seqs + options.max_waiting
         self.num_admitted = 0  # sequences from admission to their last token
         self.num_requests = 0  # the same in requests
+        self.num_cut = 0  # requests that did not end before the server did
         self._seconds_per_request = 1.0  # a moving mean, for Retry-After
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="nanovllm-encode")
         self._numbers = itertools.count()
+
+    def cut_off(self) -> None:
+        """The drain is over: a request that still runs gets an error, or an event with one, not a broken connection."""
+        if self.num_requests:
+            self.num_cut += self.num_requests
+            logger.warning("%d requests are cut off: the server leaves", self.num_requests)
+            limit = f"--drain-timeout {self.options.drain_timeout:g}"
+            message = f"the server leaves, and this request did not end within {limit}"
+            self.engine.cut_off(lambda: ApiError(503, message, code="server_left"))
 
     def close(self) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)

@@ -415,9 +415,10 @@ def test_the_drain_has_an_end(llama: TinyModel, monkeypatch: pytest.MonkeyPatch)
             until(lambda: is_running(server))
             started = time.monotonic()
         assert time.monotonic() - started < 8  # 150 steps would take 15 s
-        with pytest.raises(httpx.RemoteProtocolError):
-            endless.result()
-        assert server.service.num_admitted == 0
+        events = endless.result().text.split("\n\n")
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "server_left"
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert (server.service.num_admitted, server.service.num_cut) == (0, 1)
 
 
 def test_ctrl_c_when_idle_exits_with_0(llama: TinyModel) -> None:
