@@ -206,6 +206,20 @@ def test_a_connection_that_breaks_says_so(page: Watched) -> None:
     assert answer(page).locator("[data-act=again]").is_visible()
 
 
+def test_thoughts_stand_apart_and_are_not_sent_back(page: Watched) -> None:
+    deltas = [{"reasoning_content": "hm, <b>bold</b>"}, {"reasoning_content": " or not"}, {"content": "No."}]
+    stream(page, *({"choices": [{"index": 0, "delta": delta}]} for delta in deltas))
+    ask(page)
+    page.until(lambda: is_idle(page) and texts(page)[-1] == "No.")
+    thoughts = page.page.locator(".message.assistant details")
+    assert thoughts.get_attribute("open") is None
+    thoughts.locator("summary").click()
+    assert thoughts.locator("p").inner_text() == "hm, <b>bold</b> or not"
+    assert not page.page.locator(".message.user details").first.is_visible()
+    body = sent(page, lambda: ask(page, "why?"))
+    assert [message["content"] for message in body["messages"]] == ["the town on the river", "No.", "why?"]
+
+
 def test_a_model_without_defaults_gets_those_of_the_page(open_page: Callable[..., Watched], server: Running) -> None:
     page = open_page(server.url)
     assert page.page.locator("[data-of=temperature]").inner_text() == "0.7 (default)"

@@ -97,10 +97,10 @@ export class Chat {
         const choice = chunk.choices[0];
         message.tokens = chunk.usage?.completion_tokens ?? message.tokens;
         total = chunk.usage?.total_tokens ?? total;
-        if (choice?.delta.content) {
-          first ??= performance.now();
-          message.content += choice.delta.content;
-        }
+        const { content, reasoning_content: thought } = choice?.delta ?? {};
+        if (content || thought) first ??= performance.now();
+        if (content) message.content += content;
+        if (thought) message.thought = (message.thought ?? "") + thought;
         if (choice?.finish_reason) message.finish = choice.finish_reason;
         if (first) message.stats = measure(message.tokens, began, first);
         if (performance.now() - saved > SAVE) {

@@ -7,12 +7,14 @@ import { t } from "./words.js";
 /** acts: {again(message), edit(message, text), leaveOut(message), clear()} */
 export function drawMessage(message, element, acts, limit) {
   if (!element.childElementCount) {
-    element.append(...["h3", "div", "footer", "div"].map((tag) => document.createElement(tag)));
-    element.children[1].className = "text";
-    element.children[3].className = "acts";
+    element.append(...["h3", "details", "div", "footer", "div"].map((tag) => document.createElement(tag)));
+    element.children[1].append(document.createElement("summary"), document.createElement("p"));
+    element.children[2].className = "text";
+    element.children[4].className = "acts";
   }
   element.className = `message ${message.role}${message.left ? " left" : ""}`;
-  const [name, body, footer, buttons] = element.children;
+  const [name, thoughts, body, footer, buttons] = element.children;
+  drawThoughts(message, thoughts);
   name.textContent = t(message.role === "user" ? "chat.you" : "chat.model");
   if (message.role === "user") body.textContent = message.content;
   else update(body, message.content);
@@ -22,6 +24,19 @@ export function drawMessage(message, element, acts, limit) {
   footer.replaceChildren(...footerOf(message, acts, limit));
   buttons.replaceChildren(...actsOf(message, element, acts));
   return element;
+}
+
+/** What a model writes before its answer, if the server tells it apart: open until the answer begins. */
+function drawThoughts(message, details) {
+  details.hidden = !message.thought;
+  if (!message.thought) return;
+  const [summary, text] = details.children;
+  summary.textContent = t("chat.thoughts");
+  text.textContent = message.thought;
+  if (details.dataset.answered !== String(Boolean(message.content))) {
+    details.dataset.answered = String(Boolean(message.content));
+    details.open = !message.content;
+  }
 }
 
 function isPending(message) {
@@ -79,8 +94,8 @@ function editor(message, element, acts) {
     event.preventDefault();
     form.requestSubmit();
   });
-  element.children[1].replaceChildren(form);
-  element.children[3].replaceChildren();
+  element.children[2].replaceChildren(form);
+  element.children[4].replaceChildren();
   field.focus();
 }
 

@@ -7,7 +7,7 @@ export const EN = {
   "key.hint": "It is kept in this tab only.", "key.label": "API key", "key.use": "Use it", "key.cancel": "Cancel",
 
   "chat.empty": "Ask something.", "chat.empty.more": "The conversation stays in this browser. Open the Engine tab while an answer is written, and watch where its tokens live.",
-  "chat.hint": "Message", "chat.send": "Send", "chat.stop": "Stop", "chat.clear": "Clear the conversation", "chat.you": "You", "chat.model": "Model",
+  "chat.hint": "Message", "chat.send": "Send", "chat.stop": "Stop", "chat.clear": "Clear the conversation", "chat.you": "You", "chat.model": "Model", "chat.thoughts": "Thoughts",
   "chat.settings": "Sampling", "chat.again": "Retry", "chat.log": "Conversation",
   "chat.stats": "{tokens} tokens · {rate} tokens/s · first after {first} ms", "chat.stopped": "stopped", "chat.cut": "reached max tokens",
   "chat.waiting": "waiting for the first token",

@@ -7,7 +7,7 @@ export const ZH = {
   "key.hint": "只保存在当前标签页中。", "key.label": "API 密钥", "key.use": "使用", "key.cancel": "取消",
 
   "chat.empty": "问点什么吧。", "chat.empty.more": "对话保存在此浏览器中。回答生成时打开“引擎”页，看看它的词元住在哪里。",
-  "chat.hint": "输入消息", "chat.send": "发送", "chat.stop": "停止", "chat.clear": "清空对话", "chat.you": "你", "chat.model": "模型",
+  "chat.hint": "输入消息", "chat.send": "发送", "chat.stop": "停止", "chat.clear": "清空对话", "chat.you": "你", "chat.model": "模型", "chat.thoughts": "思考过程",
   "chat.settings": "采样参数", "chat.again": "重试", "chat.log": "对话",
   "chat.stats": "{tokens} 个词元 · {rate} 词元/秒 · 首词元 {first} 毫秒", "chat.stopped": "已停止", "chat.cut": "达到最大词元数",
   "chat.waiting": "等待第一个词元",
