@@ -58,7 +58,7 @@ GUIDED: list[tuple[dict[str, Any], set[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("extra", "texts"), GUIDED, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("extra", "texts"), GUIDED, ids=[str(extra)[:40] for extra, _ in GUIDED])
 def test_guided_fields(server: Running, client: openai.OpenAI, extra: dict[str, Any], texts: set[str]) -> None:
     extra = {**extra, "guided_decoding_backend": "xgrammar"}
     plain = client.completions.create(model=server.model, prompt="a", max_tokens=60, extra_body=extra)
