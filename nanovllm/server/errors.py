@@ -96,7 +96,8 @@ def from_validation(error: ValidationError) -> ApiError:
     """The first fault, by the name of its field."""
     # Without the input and the context: a body of megabytes is not repeated in a message.
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    fault = max(faults, key=lambda f: _depth(f["loc"]))  # in a union, the branch that got furthest is the one meant
+    # In a union, the branch that got furthest is the one meant, or the one that only finds too much or too little.
+    fault = max(faults, key=lambda f: (_depth(f["loc"]), not f["type"].endswith("_type")))
     place = [str(part) for part in fault["loc"] if isinstance(part, int) or re.fullmatch(r"[\w.-]{1,64}", str(part))]
     place = [part for part in place if not part.startswith(("list[", "function-", "constrained-"))]
     message = str(fault["msg"]).removeprefix("Value error, ")

@@ -240,3 +240,8 @@ def test_an_unexpected_exception_says_nothing(server: Running, monkeypatch: pyte
         assert check_error(answer, 500)["code"] == "internal_error"
         assert "secret" not in answer.text
         assert answer.headers["x-request-id"] == "me"
+
+
+def test_too_many_of_what_may_be_one_or_several_are_counted(server: Running) -> None:
+    answer = server.post("/v1/completions", {"prompt": "a", "stop": ["a"] * 17})
+    assert "at most 16" in answer.json()["error"]["message"]
