@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import anyio
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -76,8 +77,8 @@ class Server(uvicorn.Server):
 
     async def _cut_in_time(self) -> None:
         seconds = self.config.nanovllm_options.drain_timeout  # type: ignore[attr-defined]
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._cut_now.wait(), seconds)
+        with anyio.move_on_after(seconds):
+            await self._cut_now.wait()
         self._cut_off()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
