@@ -28,7 +28,7 @@ from nanovllm.server.pieces import Choice, Usage, chat_logprobs, completion_logp
 from nanovllm.server.prompts import compiled, encode_chat, encode_prompts, free_thoughts
 from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling
 from nanovllm.server.reasoning import Start, ThoughtReader, where
-from nanovllm.server.service import Job, Service
+from nanovllm.server.service import Job, Service, server_left
 from nanovllm.server.tools import CallReader, Said
 
 logger = logging.getLogger("nanovllm")
@@ -132,9 +132,13 @@ class Answer(Response, Generic[BodyT]):
                 await self._work(scope, receive, send)
         except ClientGone:
             logger.info("request %s: the client left", self.request_id)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError):
+                if not self.service.num_cut:
+                    raise
+                error = server_left()  # the engine is in a long step and has not taken the request yet
             if not self._started:
-                raise
+                raise error
             # The status line is out: the client learns of it by an event.
             if not isinstance(error, ApiError):
                 logger.error("request %s failed in its stream", self.request_id, exc_info=error)

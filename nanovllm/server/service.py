@@ -52,6 +52,10 @@ class Job:
     final_only: bool = False  # one delta for each prompt, at its end
 
 
+def server_left() -> ApiError:
+    return ApiError(503, "the server leaves before this request has ended: try again later", code="server_left")
+
+
 class Service:
     def __init__(self, engine: AsyncLLMEngine, options: ServerOptions) -> None:
         self.engine = engine
@@ -76,9 +80,7 @@ class Service:
         if self.num_requests:
             self.num_cut += self.num_requests
             logger.warning("%d requests are cut off: the server leaves", self.num_requests)
-            limit = f"--drain-timeout {self.options.drain_timeout:g}"
-            message = f"the server leaves, and this request did not end within {limit}"
-            self.engine.cut_off(lambda: ApiError(503, message, code="server_left"))
+            self.engine.cut_off(server_left)
 
     def close(self) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)

@@ -21,6 +21,7 @@ import httpx
 import openai
 import pytest
 
+from nanovllm.server import run
 from nanovllm.server.guard import Guard
 from tests.parallel.test_faults import stop
 from tests.server.rig import Running, running, until
@@ -419,6 +420,23 @@ def test_the_drain_has_an_end(llama: TinyModel, monkeypatch: pytest.MonkeyPatch)
         assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "server_left"
         assert events[-2:] == ["data: [DONE]", ""]
         assert (server.service.num_admitted, server.service.num_cut) == (0, 1)
+
+
+def test_the_drain_ends_in_the_middle_of_a_long_step(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes nothing, not even that a request is cut off: the server answers for it."""
+    monkeypatch.setattr(run, "CUT_SECONDS", 1)
+    go_on = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        with running(llama.path, drain_timeout=0.2) as server:
+            step, begun = server.engine.step, threading.Event()
+            monkeypatch.setattr(server.engine, "step", lambda: (begun.set(), go_on.wait(20), step())[2])
+            answers = [pool.submit(server.post, "/v1/completions", {**LONG, "stream": True})]
+            assert begun.wait(20)
+            answers.append(pool.submit(server.post, "/v1/completions", LONG))
+            until(lambda: server.service.num_requests == 2)
+            threading.Timer(4, go_on.set).start()
+        for answer in answers:
+            assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (503, "server_left")
 
 
 def test_ctrl_c_when_idle_exits_with_0(llama: TinyModel) -> None:
