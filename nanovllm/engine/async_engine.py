@@ -38,7 +38,7 @@ T = TypeVar("T")
 IDLE_SECONDS = 0.25  # between two looks at the executor while there is nothing to compute
 
 
-class Stream:
+class Mailbox:
     """The mailbox of one request's reader: what was not read yet, merged. Made, filled and read on one event loop, so
     it needs no lock."""
 
@@ -68,7 +68,7 @@ class Stream:
         return delta
 
 
-def deliver(mail: list[tuple[Stream, RequestDelta]]) -> None:
+def deliver(mail: list[tuple[Mailbox, RequestDelta]]) -> None:
     for stream, delta in mail:
         stream.put(delta)
 
@@ -77,7 +77,7 @@ class AsyncLLMEngine:
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
         config = config or EngineConfig.from_options(**options)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, Stream] = {}  # touched by the engine thread only
+        self._streams: dict[str, Mailbox] = {}  # touched by the engine thread only
         self._ids = itertools.count()
         self._lock = threading.Lock()  # around _stopping and _post: a command is either taken or refused, never lost
         self._stopping = False
@@ -136,7 +136,7 @@ class AsyncLLMEngine:
         """Yield what is new of the request (final_only: everything, at its end); the last delta is finished. What a
         slow reader has not read yet is merged into one delta."""
         request_id = request_id or f"async-{next(self._ids)}"
-        stream = Stream()
+        stream = Mailbox()
 
         def add() -> None:
             self.engine.add_request(request_id, prompt, params, priority=priority, final_only=final_only)
@@ -311,7 +311,7 @@ class AsyncLLMEngine:
 
     def _send(self, deltas: list[RequestDelta]) -> None:
         """One call a loop: each writes to the loop's pipe and makes a handle, whatever it carries."""
-        mail: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestDelta]]] = {}
+        mail: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, RequestDelta]]] = {}
         for delta in deltas:
             if stream := self._streams.get(delta.request_id):
                 mail.setdefault(stream.loop, []).append((stream, delta))
@@ -352,7 +352,7 @@ class AsyncLLMEngine:
                 self._commands.get(wait, IDLE_SECONDS)()
                 wait = False
 
-    def _abort(self, request_id: str, stream: Stream | None = None) -> None:
+    def _abort(self, request_id: str, stream: Mailbox | None = None) -> None:
         """Given a stream, only if the request is still that stream's."""
         if stream is not None and self._streams.get(request_id) is not stream:
             return

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.hardware.staging import Arriving, Transfers
 from nanovllm.ops.sampler_state import SamplerState
+from nanovllm.runner.decode_loop import MAX_STEPS
 from nanovllm.runner.step import StepOutput
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import token_logprobs
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from nanovllm.ops.triton.sampling_report import Reports
 
 MAX_LOGPROBS = 20  # of ops/triton/sampler_common.py; more are computed from the logits themselves
-MAX_STEPS = 64
 
 
 class Wanted:

@@ -16,7 +16,7 @@ import pytest
 import nanovllm
 from nanovllm import LLM, AsyncLLMEngine, LLMEngine, RequestDelta, RequestOutput, SamplingParams
 from nanovllm.engine import async_engine
-from nanovllm.engine.async_engine import Stream
+from nanovllm.engine.async_engine import Mailbox
 from nanovllm.outputs import CompletionDelta, Logprob, RequestMetrics
 from tests.tiny_models import TinyModel, edit_config
 
@@ -364,7 +364,7 @@ def test_one_wake_up_a_step_for_all_streams(llama: TinyModel, monkeypatch: pytes
 
 def test_what_came_before_a_failure_is_read_first() -> None:
     async def work() -> None:
-        stream = Stream()
+        stream = Mailbox()
         stream.put(a_delta(1, "a"))
         stream.put(a_delta(2, "b"))
         stream.fail(ZeroDivisionError())

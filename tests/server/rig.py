@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ import openai
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.async_engine import AsyncLLMEngine
+from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.run import address_of, listen, make_server
 from nanovllm.server.service import Service
@@ -100,3 +103,38 @@ def command(model: Any, *options: str) -> Iterator[tuple[subprocess.Popen[bytes]
         finally:
             process.kill()
             process.wait()
+
+
+def answers_of_a_stalled_client(model: Any, path: str, body: dict[str, Any]) -> tuple[bytes, list[bytes]]:
+    """(the answer in one go, what was sent of a stream). The client's connection takes no more after the first event:
+    the server waits in `send`, and the engine goes on."""
+    options = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 300}
+    engine = AsyncLLMEngine(EngineConfig.from_options(model=str(model), **options))
+    service = Service(engine, ServerOptions(port=0))
+
+    async def ask(stream: bool) -> list[bytes]:
+        parts = [{"type": "http.request", "body": json.dumps({**body, "stream": stream}).encode(), "more_body": False}]
+        sent: list[bytes] = []
+
+        async def receive() -> Any:
+            if parts:
+                return parts.pop()
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                sent.append(message["body"])
+                while stream and len(sent) == 1 and engine.engine.has_unfinished_requests():
+                    await asyncio.sleep(0.01)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+                 "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "",
+                 "asgi": {"version": "3.0"}, "client": None, "server": None}  # fmt: skip
+        await asyncio.wait_for(make_app(service)(scope, receive, send), 100)
+        return sent
+
+    try:
+        return b"".join(asyncio.run(ask(stream=False))), asyncio.run(ask(stream=True))
+    finally:
+        service.close()

@@ -3,7 +3,6 @@ failures in a stream. Their own tests are test_responses.py and test_messages.py
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from pathlib import Path
@@ -12,15 +11,10 @@ from typing import Any
 import pytest
 from openai.types.responses import Response as OpenAIResponse
 
-from nanovllm import EngineConfig
-from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.server.answers import ChatAnswer
-from nanovllm.server.app import make_app
-from nanovllm.server.options import ServerOptions
 from nanovllm.server.prefix_router import body_keys
-from nanovllm.server.service import Service
 from nanovllm.server.tools import Said
-from tests.server.rig import running, until
+from tests.server.rig import answers_of_a_stalled_client, running, until
 from tests.server.test_metrics import read as read_metrics
 from tests.tiny_models import TinyModel, edit_config
 
@@ -114,39 +108,10 @@ def test_a_step_that_fails(llama: TinyModel, monkeypatch: pytest.MonkeyPatch, pa
 def test_a_client_that_stalls_gets_all_it_has_missed_at_once(llama_copy: Path, path: str) -> None:
     """Its connection takes no more after the first events: the server waits in `send`, and the engine goes on."""
     edit_config(llama_copy, max_position_embeddings=2048)
-    options = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 300}
-    engine = AsyncLLMEngine(EngineConfig.from_options(model=str(llama_copy), **options))
-    service = Service(engine, ServerOptions(port=0))
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body = {**LONG[path], limit: 400, "seed": 1}
-
-    async def ask(stream: bool) -> list[bytes]:
-        parts = [{"type": "http.request", "body": json.dumps({**body, "stream": stream}).encode(), "more_body": False}]
-        sent: list[bytes] = []
-
-        async def receive() -> Any:
-            if parts:
-                return parts.pop()
-            await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                sent.append(message["body"])
-                while stream and len(sent) == 1 and engine.engine.has_unfinished_requests():
-                    await asyncio.sleep(0.01)
-
-        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-                 "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "",
-                 "asgi": {"version": "3.0"}, "client": None, "server": None}  # fmt: skip
-        await asyncio.wait_for(make_app(service)(scope, receive, send), 100)
-        return sent
-
-    try:
-        whole = json.loads(b"".join(asyncio.run(ask(stream=False))))
-        sent = asyncio.run(ask(stream=True))
-    finally:
-        service.close()
+    answer, sent = answers_of_a_stalled_client(llama_copy, path, body)
+    whole = json.loads(answer)
     events = events_of(b"".join(sent).decode())
     assert len(sent) <= 4  # the first, perhaps one that was on its way, the rest, and an empty end
     assert len(events) <= 15

@@ -19,10 +19,9 @@ from nanovllm.engine.token_bytes import TokenBytes
 from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.server import run as server_run
 from nanovllm.server.answers import ChatAnswer, CompletionAnswer
-from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.protocol import ChatBody, CompletionBody
-from nanovllm.server.service import Service
+from tests.server.rig import answers_of_a_stalled_client
 from tests.tiny_models import TinyModel, edit_config
 
 ODD = ['say "hi"', "a\\b", "line\nfeed\r\ttab", "\x00\x1f\x7f", "\u2028\u2029", "é☃😀", "\ud800 alone", '"text"',
@@ -128,38 +127,9 @@ def test_offsets_cost_what_the_tokens_cost() -> None:
 def test_a_client_that_stalls_gets_one_event_for_all_it_has_missed(llama_copy: Path, prompts: int) -> None:
     """Its connection takes no more after the first event: the server waits in `send`, and the engine goes on."""
     edit_config(llama_copy, max_position_embeddings=2048)
-    options = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 300}
-    engine = AsyncLLMEngine(EngineConfig.from_options(model=str(llama_copy), **options))
-    service = Service(engine, ServerOptions(port=0))
     body = {"prompt": [[5, 6], [7, 8]][:prompts], "max_tokens": 800, "n": 2, "seed": 1, "ignore_eos": True}
-
-    async def ask(stream: bool) -> list[bytes]:
-        parts = [{"type": "http.request", "body": json.dumps({**body, "stream": stream}).encode(), "more_body": False}]
-        sent: list[bytes] = []
-
-        async def receive() -> Any:
-            if parts:
-                return parts.pop()
-            await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                sent.append(message["body"])
-                while stream and len(sent) == 1 and engine.engine.has_unfinished_requests():
-                    await asyncio.sleep(0.01)
-
-        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
-                 "query_string": b"", "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "",
-                 "asgi": {"version": "3.0"}, "client": None, "server": None}  # fmt: skip
-        await asyncio.wait_for(make_app(service)(scope, receive, send), 100)
-        return sent
-
-    try:
-        whole = json.loads(b"".join(asyncio.run(ask(stream=False))))
-        sent = asyncio.run(ask(stream=True))
-    finally:
-        service.close()
+    answer, sent = answers_of_a_stalled_client(llama_copy, "/v1/completions", body)
+    whole = json.loads(answer)
     events = [json.loads(line[6:]) for line in b"".join(sent).decode().split("\n\n") if line.startswith("data: {")]
     texts = [""] * 2 * prompts
     for event in events:
