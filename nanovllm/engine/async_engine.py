@@ -245,6 +245,7 @@ class AsyncLLMEngine:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                self._refuse_if_ended()  # the thread may have failed or been stopped after this command was queued
                 result = action()
             except BaseException as error:
                 future.set_exception(error)
@@ -258,9 +259,12 @@ class AsyncLLMEngine:
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._lock:
-            if self._stopping:
-                raise EngineDeadError(f"this engine is closed{self._why()}: create a new one")
+            self._refuse_if_ended()
             self._commands.put(action)
+
+    def _refuse_if_ended(self) -> None:
+        if self._stopping:
+            raise EngineDeadError(f"this engine is closed{self._why()}: create a new one")
 
     def _stop(self) -> None:
         self._stopping = True
@@ -296,7 +300,7 @@ class AsyncLLMEngine:
                 self.engine.close()
             except Exception:  # whoever waits must still be told
                 logger.exception("closing the engine failed")
-            self._run_commands(wait=False)  # whoever asked meanwhile is refused by the closed engine, not left waiting
+            self._run_commands(wait=False)  # commands queued meanwhile are refused, so that their callers do not wait
             for stream in self._streams.values():
                 error = EngineDeadError(f"the engine was closed while this request ran{self._why()}")
                 _call(stream.loop, stream.fail, error)

@@ -6,12 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from nanovllm import AsyncLLMEngine, EngineDeadError, RequestError, RequestOutput, SamplingParams
+from nanovllm.engine import async_engine
 from tests.tiny_models import NEW_TOKENS, TinyModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -238,6 +240,25 @@ def test_a_dead_thread_answers_everyone(
             await last(engine, llama.prompts[0])
 
     run(work())
+
+
+def test_a_command_queued_while_the_thread_fails_is_refused(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the failure and the closed queue: even an abort of an unknown request, which nothing else refuses."""
+    queued: list[Future[Any]] = []
+
+    def broken() -> Any:
+        raise AssertionError("a broken invariant")
+
+    def report(*_: object) -> None:
+        queued.append(engine._submit(lambda: engine._abort("unknown")))
+
+    monkeypatch.setattr(async_engine.logger, "exception", report)
+    monkeypatch.setattr(engine.engine.executor, "check", broken)
+    run(until(lambda: len(queued) == 1))
+    with pytest.raises(EngineDeadError, match="a broken invariant"):
+        queued[0].result(60)
 
 
 def test_tasks_of_two_loops(engine: AsyncLLMEngine, llama: TinyModel) -> None:
