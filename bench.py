@@ -28,8 +28,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", "--model-path", help="folder, .gguf file, alias or repository id (default: smollm2)")
     parser.add_argument("--num-seqs", type=int, help="default: 256, without a GPU 16")
-    parser.add_argument("--input-len", "--input-lens", nargs="+", dest="input_lens", help="largest length, or a range: "
-                        "32..256; several are measured in turn (default: 1024, without a GPU 128)")  # fmt: skip
+    parser.add_argument(
+        "--input-len",
+        "--input-lens",
+        nargs="+",
+        dest="input_lens",
+        help="largest length, or a range: 32..256; several are measured in turn (default: 1024, without a GPU 128)",
+    )
     parser.add_argument("--output-len", help="largest length, or a range, for all of them")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
@@ -53,8 +58,10 @@ def choose_shapes(args: argparse.Namespace) -> list[Shape]:
 
 
 def bench_backend(args: argparse.Namespace, shapes: list[Shape], attn_backend: str) -> Iterator[dict[str, Any]]:
-    options = {name: getattr(args, name) for name in ("model", "load_format", "device", "dtype", "max_model_len",
-                                                      "enforce_eager", "seed")}  # fmt: skip
+    options = {
+        name: getattr(args, name)
+        for name in ("model", "load_format", "device", "dtype", "max_model_len", "enforce_eager", "seed")
+    }
     config = EngineConfig.from_options(**options, attn_backend=attn_backend, skip_tokenizer_init=True)
     with LLMEngine(config) as engine:
         warm_up(engine, args.seed)
@@ -65,13 +72,19 @@ def bench_backend(args: argparse.Namespace, shapes: list[Shape], attn_backend: s
             ran = facts["engine"]["attn_backend"]
             print(
                 f"Total: {run.num_output_tokens}tok, Time: {run.seconds:.2f}s, Throughput: {run.output_rate:.2f}tok/s, "
-                f"Backend: {ran}" + (f", Input: {shape.input_len}" if len(shapes) > 1 else ""), flush=True,
-            )  # fmt: skip
+                f"Backend: {ran}" + (f", Input: {shape.input_len}" if len(shapes) > 1 else ""),
+                flush=True,
+            )
             yield {
-                "asked": attn_backend, "attn_backend": ran, "input_len": str(shape.input_len),
-                "prompt_tokens": run.num_prompt_tokens, "output_tokens": run.num_output_tokens,
-                "seconds": run.seconds, "output_tokens_per_second": run.output_rate, "facts": facts,
-            }  # fmt: skip
+                "asked": attn_backend,
+                "attn_backend": ran,
+                "input_len": str(shape.input_len),
+                "prompt_tokens": run.num_prompt_tokens,
+                "output_tokens": run.num_output_tokens,
+                "seconds": run.seconds,
+                "output_tokens_per_second": run.output_rate,
+                "facts": facts,
+            }
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """LLM: the offline interface, in vLLM's names.
 
-    from nanovllm import LLM, SamplingParams
-    llm = LLM()                                   # SmolLM2-135M-Instruct
-    for out in llm.chat([{"role": "user", "content": "What is the capital of France?"}]):
-        print(out["text"])
+from nanovllm import LLM, SamplingParams
+llm = LLM()                                   # SmolLM2-135M-Instruct
+for out in llm.chat([{"role": "user", "content": "What is the capital of France?"}]):
+    print(out["text"])
 """
 
 from __future__ import annotations
@@ -64,10 +64,13 @@ class LLM:
             raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}, or of such lists")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         render = functools.partial(
-            self.engine.inputs.render_chat, add_generation_prompt=add_generation_prompt, tools=tools,
-            continue_final_message=continue_final_message, chat_template=chat_template,
+            self.engine.inputs.render_chat,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
-        )  # fmt: skip
+        )
         prompts: list[Prompt] = [{"prompt_token_ids": render(messages)} for messages in conversations]  # type: ignore[arg-type]
         return self._run(prompts, sampling_params, use_tqdm, None)
 

@@ -16,14 +16,22 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Largest sane values. Published models: theta up to 4e9, contexts stretched up to 512 times.
 MAX_THETA, MAX_NUMBER = 1e15, 2.0**20
 ROPE_NUMBERS = {
-    "factor": MAX_NUMBER, "original_max_position_embeddings": 2**31 - 1, "low_freq_factor": MAX_NUMBER,
-    "high_freq_factor": MAX_NUMBER, "beta_fast": MAX_NUMBER, "beta_slow": MAX_NUMBER, "attention_factor": MAX_NUMBER,
-}  # fmt: skip
+    "factor": MAX_NUMBER,
+    "original_max_position_embeddings": 2**31 - 1,
+    "low_freq_factor": MAX_NUMBER,
+    "high_freq_factor": MAX_NUMBER,
+    "beta_fast": MAX_NUMBER,
+    "beta_slow": MAX_NUMBER,
+    "attention_factor": MAX_NUMBER,
+}
 MAX_EXPERTS = 2**12  # a layer; the largest published models have some hundreds
 # Of transformers' config classes, for what a file leaves out.
 DEFAULTS: dict[str, Any] = {
-    "rope_theta": 1e4, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "sliding_window": None,
-}  # fmt: skip
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "sliding_window": None,
+}
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096},
     "MixtralForCausalLM": {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
@@ -254,9 +262,7 @@ def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | N
     return positive_int(config, "sliding_window"), windowed
 
 
-def _eos_token_ids(
-    config: Mapping[str, Any], generation_config: Mapping[str, Any], vocab_size: int
-) -> tuple[int, ...]:
+def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """generation_config's list counts first: chat models end a turn with another token than a document. An id outside
     the vocabulary can never be sampled."""
     ids: list[int] = []

@@ -146,17 +146,27 @@ class RequestDelta:
     def output(self) -> RequestOutput:
         """Of the first delta with all later ones merged into it: the output so far. It copies what still grows."""
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids,
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
             [
                 CompletionOutput(
-                    c.index, c.text, c.token_ids[:], c.cumulative_logprob, c.logprobs and c.logprobs[:],
-                    c.finish_reason, c.stop_reason,
+                    c.index,
+                    c.text,
+                    c.token_ids[:],
+                    c.cumulative_logprob,
+                    c.logprobs and c.logprobs[:],
+                    c.finish_reason,
+                    c.stop_reason,
                 )
                 for c in self.outputs
             ],
-            self.finished, self.prompt_logprobs and self.prompt_logprobs[:], self.num_cached_tokens, self.metrics,
+            self.finished,
+            self.prompt_logprobs and self.prompt_logprobs[:],
+            self.num_cached_tokens,
+            self.metrics,
             self.error,
-        )  # fmt: skip
+        )
 
 
 def gather(unread: dict[Any, RequestDelta], key: Any, delta: RequestDelta) -> None:

@@ -64,6 +64,7 @@ def _token_ids(name: str, value: Iterable[int] | None) -> tuple[int, ...] | None
         raise RequestError(f"{name}={value!r}: must be a list of token ids") from None
     return tuple(_integer(f"{name} entry", t, 0, 2**31 - 1, "token ids are non-negative integers") for t in tokens)
 
+
 MAX_BAD_WORD = 64  # tokens: a device remembers as many of the output
 
 

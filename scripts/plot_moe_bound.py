@@ -36,12 +36,25 @@ def main() -> None:
     left.plot([0, 1], [full, 0], "k-", label=f"bound: 704.6 MB x (1 - h) / {relay['link'] / 1e9:.1f} GB/s")
     left.axhline(0.164, color="k", ls=":", lw=1, label="both experts cached: 0.16 ms to read them")
     for variant, colour in COLOURS.items():
-        rows = [row for row in layers if row["variant"] == variant][:1 if variant == "none" else None]
-        left.plot([r["hit_rate"] for r in rows], [r["us_per_layer"] / 1e3 for r in rows], "o", color=colour,
-                  ms=6, label=f"layers: {variant}")  # fmt: skip
+        rows = [row for row in layers if row["variant"] == variant][: 1 if variant == "none" else None]
+        left.plot(
+            [r["hit_rate"] for r in rows],
+            [r["us_per_layer"] / 1e3 for r in rows],
+            "o",
+            color=colour,
+            ms=6,
+            label=f"layers: {variant}",
+        )
     for name, row in engine.items():
-        left.plot(row["hit_rate"], row["us_per_layer"] / 1e3, ENGINE[name], color="tab:red", mfc="none", ms=8,
-                  label=f"engine: {name}")  # fmt: skip
+        left.plot(
+            row["hit_rate"],
+            row["us_per_layer"] / 1e3,
+            ENGINE[name],
+            color="tab:red",
+            mfc="none",
+            ms=8,
+            label=f"engine: {name}",
+        )
     for cached, x, y in ((2, 0.16, 7.9), (4, 0.42, 4.7), (6, 0.59, 2.4)):
         left.annotate(f"{cached} of 8 cached", (x, y), fontsize=8)
     left.set(xlabel="hit rate h", ylabel="ms a layer, one token", xlim=(-0.03, 1.03), ylim=(0, 18.5))
@@ -52,8 +65,13 @@ def main() -> None:
         shares = [row["share"] * 100 for row in layers if row["variant"] == variant]
         bars = right.bar([n + (i - 1.5) * 0.2 for n in range(3)], shares, 0.19, color=colour, label=variant)
         right.bar_label(bars, fmt="%.0f", fontsize=8)
-    bars = right.bar([3 + (i - 1) * 0.25 for i in range(3)], [engine[n]["share"] * 100 for n in ENGINE], 0.23,
-                     color=["mistyrose", "lightcoral", "tab:red"], edgecolor="tab:red")  # fmt: skip
+    bars = right.bar(
+        [3 + (i - 1) * 0.25 for i in range(3)],
+        [engine[n]["share"] * 100 for n in ENGINE],
+        0.23,
+        color=["mistyrose", "lightcoral", "tab:red"],
+        edgecolor="tab:red",
+    )
     right.bar_label(bars, fmt="%.0f", fontsize=8)
     right.bar_label(bars, list(ENGINE), label_type="center", rotation=90, fontsize=8)
     right.axhline(100, color="k", lw=1)

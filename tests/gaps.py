@@ -24,8 +24,14 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from tests.tiny_models import MAX_POSITION, Variant, hf_logprobs, hf_model, random_prompts
 
 # Heads of 32: what every backend accepts. Three query heads to a KV head.
-SHAPE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2,
-         "num_hidden_layers": 3, "eos_token_id": None}  # fmt: skip
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 256,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "eos_token_id": None,
+}
 FAMILIES = {
     "llama": Variant("Llama", {**SHAPE, "head_dim": 32}),
     "qwen2": Variant("Qwen2", SHAPE),
@@ -90,8 +96,9 @@ def make_reference(family: str, folder: Path, lens: tuple[int, ...] = PROMPT_LEN
     prompts, tokens, logprobs = random_prompts(lens), [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-                              pad_token_id=0)[0, len(prompt) :].tolist()  # fmt: skip
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )[0, len(prompt) :].tolist()
         assert len(made) == NEW_TOKENS
         tokens.append(made)
         logprobs.append(hf_logprobs(model, prompt + made))
@@ -111,9 +118,10 @@ def largest_error(positions: list[Any], reference: torch.Tensor) -> float:
     """positions: as in `prompt_logprobs` or `logprobs`; reference: a row for each."""
     pairs = [
         (entry.logprob, row[token_id].item())
-        for position, row in zip(positions, reference) if position is not None
+        for position, row in zip(positions, reference)
+        if position is not None
         for token_id, entry in position.items()
-    ]  # fmt: skip
+    ]
     return max((abs(got - wanted) for got, wanted in pairs), default=0.0)
 
 
@@ -144,8 +152,14 @@ def measure(
 ) -> Row:
     """One engine, greedy. `logprobs=None` takes the path without the host's help (on a GPU: captured graphs); what is
     generated there has no logprobs, so only its tokens are judged."""
-    defaults = {"skip_tokenizer_init": True, "max_model_len": MAX_POSITION, "max_num_seqs": batch,
-                "max_num_batched_tokens": 512, "num_kvcache_blocks": 256, "dtype": "bfloat16"}  # fmt: skip
+    defaults = {
+        "skip_tokenizer_init": True,
+        "max_model_len": MAX_POSITION,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": 512,
+        "num_kvcache_blocks": 256,
+        "dtype": "bfloat16",
+    }
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=logprobs)
     with LLM(str(reference.path), **{**defaults, **options}) as llm:
         backend = llm.engine.describe()["runs_on"]["attn_backend"]

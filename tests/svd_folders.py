@@ -92,18 +92,27 @@ def write_svd(
             save_file(vs, v_file(folder, layer, e))
     save_file(us, folder / U_FILE)
     metadata = SvdMetadata(
-        method="pca", mode=mode, dtype=dtype, layer_ids=tuple(layers), num_experts=config.moe.num_experts,
-        hidden_size=config.hidden_size, intermediate_size=config.moe.intermediate_size,
+        method="pca",
+        mode=mode,
+        dtype=dtype,
+        layer_ids=tuple(layers),
+        num_experts=config.moe.num_experts,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe.intermediate_size,
         ranks={layer: {w: getattr(choice, w) for w in MATRICES} for layer, choice in choice_of.items()},
-        w2_modes={layer: choice.side for layer, choice in choice_of.items()}, ridge=0.0,
-        teacher_hash=teacher_hash(checkpoint), calibration_hash=None, kept=0.5,
-    )  # fmt: skip
+        w2_modes={layer: choice.side for layer, choice in choice_of.items()},
+        ridge=0.0,
+        teacher_hash=teacher_hash(checkpoint),
+        calibration_hash=None,
+        kept=0.5,
+    )
     write_metadata(folder, metadata)
     checkpoint.close()
     if dense is not None:
         copy_model(model, dense)
         for file in dense.glob("*.safetensors"):
             tensors = load_file(file)
-            save_file({name: products.get(name, tensor.float()) for name, tensor in tensors.items()}, file,
-                      {"format": "pt"})  # fmt: skip
+            save_file(
+                {name: products.get(name, tensor.float()) for name, tensor in tensors.items()}, file, {"format": "pt"}
+            )
     return folder

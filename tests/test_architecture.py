@@ -20,24 +20,32 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # room -> floor. Imports go to lower floors, or stay in the room.
 FLOORS = {
     "basics": 0,
-    "scheduling": 1, "hardware": 1,
-    "ops": 2, "weights": 2,
-    "attention": 3, "sampling": 3,
-    "layers": 4, "moe": 4,
+    "scheduling": 1,
+    "hardware": 1,
+    "ops": 2,
+    "weights": 2,
+    "attention": 3,
+    "sampling": 3,
+    "layers": 4,
+    "moe": 4,
     "models": 5,
     "runner": 6,
     "ranks": 7,
-    "engine": 8, "llm": 8,
+    "engine": 8,
+    "llm": 8,
     "server": 9,
-    "cli": 10, "bench": 10, "compress": 10,
-}  # fmt: skip
+    "cli": 10,
+    "bench": 10,
+    "compress": 10,
+}
 BASICS = {"__init__", "config", "errors", "sampling_params", "outputs", "model_config"}
 # Within one floor: (from, to)
 NEIGHBOURS = {
     ("llm", "engine"),  # llm.py is the front door of the engine
     ("moe", "layers"),
-    ("cli", "bench"), ("cli", "compress"),  # commands
-}  # fmt: skip
+    ("cli", "bench"),
+    ("cli", "compress"),  # commands
+}
 LAZY = {"__init__.py"}  # finds LLM and the engines on first use, so it names modules above it
 
 CUDA_ROOMS = ("hardware/", "ops/triton/", "attention/flash")
@@ -48,10 +56,16 @@ MAX_PARAMETERS = 8
 MAX_OPERATOR_PARAMETERS = 10  # in ops/: an operator takes its tensors one by one and knows no records of the engine
 MAX_FILE_LINES = 450
 ONE_HOUR = (
-    "scheduling/sequence.py", "scheduling/block_manager.py", "scheduling/policy.py", "scheduling/plan.py",
-    "scheduling/scheduler.py", "engine/llm_engine.py", "models/transformer.py", "models/llama.py",
+    "scheduling/sequence.py",
+    "scheduling/block_manager.py",
+    "scheduling/policy.py",
+    "scheduling/plan.py",
+    "scheduling/scheduler.py",
+    "engine/llm_engine.py",
+    "models/transformer.py",
+    "models/llama.py",
     "layers/attention.py",
-)  # fmt: skip
+)
 
 
 def name_of(path: Path) -> str:
@@ -89,9 +103,10 @@ def imports_of(tree: ast.Module) -> Iterator[str]:
 
 def own_imports(path: Path) -> Iterator[str]:
     yield from (
-        name.removeprefix("nanovllm").removeprefix(".") for name in imports_of(tree_of(path))
+        name.removeprefix("nanovllm").removeprefix(".")
+        for name in imports_of(tree_of(path))
         if name.split(".")[0] == "nanovllm"
-    )  # fmt: skip
+    )
 
 
 each_file = pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -134,9 +149,10 @@ def test_servers_and_clusters_are_extras() -> None:
 def docstrings_of(tree: ast.Module) -> set[ast.AST]:
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {
-        node.body[0].value for node in ast.walk(tree)
+        node.body[0].value
+        for node in ast.walk(tree)
         if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr)
-    }  # fmt: skip
+    }
 
 
 def says_cuda(tree: ast.Module) -> list[int]:
@@ -285,5 +301,9 @@ def test_the_checks_can_fail() -> None:
     assert says_cuda(bad) == [1, 7, 7]
     assert {name.split(".")[0] for name in imports_of(bad)} == {"torch", "nanovllm", "pickle"}
     assert [room_of(m) for m in ("engine.llm_engine.LLMEngine", "llm", "cli.stream", "config", "ops.triton.norm")] == [
-        "engine", "llm", "cli", "basics", "ops",
-    ]  # fmt: skip
+        "engine",
+        "llm",
+        "cli",
+        "basics",
+        "ops",
+    ]

@@ -357,9 +357,10 @@ def test_a_booby_trapped_folder_runs_nothing(make_llm: MakeLLM, llama: TinyModel
     for module in ("configuration_tiny", "modeling_tiny", "tokenization_tiny", "__init__", "tokenizer_config"):
         (llama_copy / f"{module}.py").write_text(trap.format(str(sprung)))
     auto_map = {
-        "AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyModel",
+        "AutoConfig": "configuration_tiny.TinyConfig",
+        "AutoModelForCausalLM": "modeling_tiny.TinyModel",
         "AutoTokenizer": ["tokenization_tiny.TinyTokenizer", "tokenization_tiny.TinyTokenizer"],
-    }  # fmt: skip
+    }
     edit_config(llama_copy, auto_map=auto_map, trust_remote_code=True)
     path = llama_copy / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map, "trust_remote_code": True}))

@@ -69,9 +69,14 @@ def test_bad_values_are_refused_by_name_with_the_limit(name: str, bad: list[obje
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cpu_kvcache_gb", True), ("gpu_memory_gb", True), ("expert_host_gb", False), ("expert_cache_gb", 10**400),
-     ("gpu_memory_utilization", 10**400)],
-)  # fmt: skip
+    [
+        ("cpu_kvcache_gb", True),
+        ("gpu_memory_gb", True),
+        ("expert_host_gb", False),
+        ("expert_cache_gb", 10**400),
+        ("gpu_memory_utilization", 10**400),
+    ],
+)
 def test_a_bool_is_no_number_and_a_huge_integer_no_crash(name: str, value: object) -> None:
     refusal(**{name: value})
 
@@ -165,9 +170,17 @@ def test_none_is_the_default_of_every_option() -> None:
 
 def test_what_vllm_scripts_write_out() -> None:
     asked = EngineConfig.from_options(
-        trust_remote_code=False, block_size=32, enable_chunked_prefill=True, swap_space=0, quantization=None,
-        revision=None, disable_log_stats=True, seed=None, dtype="half", max_logprobs=-1,
-    )  # fmt: skip
+        trust_remote_code=False,
+        block_size=32,
+        enable_chunked_prefill=True,
+        swap_space=0,
+        quantization=None,
+        revision=None,
+        disable_log_stats=True,
+        seed=None,
+        dtype="half",
+        max_logprobs=-1,
+    )
     assert asked == EngineConfig(kvcache_block_size=32, seed=0, dtype="float16")
     assert EngineConfig.from_options(block_size=None, disable_log_stats=False, swap_space=0.0) == EngineConfig()
     assert EngineConfig.from_options(block_size=16, kvcache_block_size=16) == EngineConfig(kvcache_block_size=16)

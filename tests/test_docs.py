@@ -31,8 +31,14 @@ PACKAGE = ROOT / "nanovllm"
 READMES = ("README.md", "README.zh-CN.md")
 OPTIONS = ("docs/options.md", "docs/options.zh-CN.md")
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
-NAMING = ["docs/tour.md", "docs/glossary.md", "docs/attention.md", "docs/moe.md", "docs/low-rank-experts.md",
-          "docs/small-gpus.md"]  # fmt: skip
+NAMING = [
+    "docs/tour.md",
+    "docs/glossary.md",
+    "docs/attention.md",
+    "docs/moe.md",
+    "docs/low-rank-experts.md",
+    "docs/small-gpus.md",
+]
 NAMING += [str(path.relative_to(ROOT)) for path in DECISIONS]
 HIDDEN = ("venv", "build", "dist", "node_modules")
 
@@ -135,8 +141,12 @@ def problem_with(span: str) -> str | None:
     if (ROOT / span).exists() or span in NOT_PYTHON:
         return None
     try:
-        names = {getattr(node, field) for node in ast.walk(ast.parse(span))
-                 for field in ("id", "attr", "arg") if isinstance(getattr(node, field, None), str)}  # fmt: skip
+        names = {
+            getattr(node, field)
+            for node in ast.walk(ast.parse(span))
+            for field in ("id", "attr", "arg")
+            if isinstance(getattr(node, field, None), str)
+        }
     except SyntaxError:
         return "neither a name, nor a path, nor a command"
     unknown = sorted(names - identifiers())
@@ -161,9 +171,17 @@ def test_the_tour_names_places_in_the_code() -> None:
 
 @pytest.mark.parametrize(
     "span",
-    ["scheduling/nothing.py", "llm.py:LLM.nothing", "scheduling/plan.py:Nothing", "Scheduler.nothing", "no_such_name",
-     "Nothing.step", "LLM(no_such_option=1)", "some words"],
-)  # fmt: skip
+    [
+        "scheduling/nothing.py",
+        "llm.py:LLM.nothing",
+        "scheduling/plan.py:Nothing",
+        "Scheduler.nothing",
+        "no_such_name",
+        "Nothing.step",
+        "LLM(no_such_option=1)",
+        "some words",
+    ],
+)
 def test_a_wrong_name_is_found(span: str) -> None:
     assert problem_with(span)
 
@@ -381,9 +399,17 @@ def test_commands_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["nanovllm nothing", "nanovllm bench nothing", "nanovllm generate --nothing 1", "nanovllm info --n 2",
-             "nanovllm generate --max-num-seqs x", "python bench.py --nothing", "scripts/nothing.sh"],
-)  # fmt: skip
+    "line",
+    [
+        "nanovllm nothing",
+        "nanovllm bench nothing",
+        "nanovllm generate --nothing 1",
+        "nanovllm info --n 2",
+        "nanovllm generate --max-num-seqs x",
+        "python bench.py --nothing",
+        "scripts/nothing.sh",
+    ],
+)
 def test_a_wrong_command_is_found(line: str) -> None:
     with pytest.raises(Exception, match=r".") as found:
         check_command(line)

@@ -67,11 +67,19 @@ def test_ids_beside_text_and_ids_of_numpy(llm: LLM) -> None:
     [expected] = llm.generate([ids], GREEDY, use_tqdm=False)
     array = np.array(ids)
     for prompt in (
-        array, array.astype(np.uint16), list(array), [array], array[None], torch.tensor(ids),
-        {"prompt_token_ids": array}, TokensPrompt(prompt_token_ids=array), {"prompt_token_ids": tuple(array)},
+        array,
+        array.astype(np.uint16),
+        list(array),
+        [array],
+        array[None],
+        torch.tensor(ids),
+        {"prompt_token_ids": array},
+        TokensPrompt(prompt_token_ids=array),
+        {"prompt_token_ids": tuple(array)},
         TokensPrompt(prompt="shown, not read", prompt_token_ids=ids, cache_salt=None),
-        {"prompt_token_ids": ids, "multi_modal_data": None}, TextPrompt(prompt="the river"),
-    ):  # fmt: skip
+        {"prompt_token_ids": ids, "multi_modal_data": None},
+        TextPrompt(prompt="the river"),
+    ):
         [found] = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert found["token_ids"] == expected["token_ids"]
         assert found.prompt_token_ids == ids
@@ -86,8 +94,10 @@ def test_whole_vocabulary_of_logprobs(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
     few = params.clone(logprobs=2, prompt_logprobs=1)
     for_all, for_few = llm.generate(["the rain", "the rain"], [params, few], use_tqdm=False)
-    for whole, part in [*zip(for_all["logprobs"], for_few["logprobs"]),
-                        *zip(for_all.prompt_logprobs[1:], for_few.prompt_logprobs[1:])]:  # fmt: skip
+    for whole, part in [
+        *zip(for_all["logprobs"], for_few["logprobs"]),
+        *zip(for_all.prompt_logprobs[1:], for_few.prompt_logprobs[1:]),
+    ]:
         assert set(whole) == set(range(VOCAB))
         assert sum(math.exp(entry.logprob) for entry in whole.values()) == pytest.approx(1, abs=1e-5)
         assert {token: whole[token].rank for token in part} == {token: part[token].rank for token in part}
@@ -171,7 +181,7 @@ OWN = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ suffix }}{% endfor 
         ({"tools": []}, "<|user|>the rain<|end|><|assistant|>"),
         ({"continue_final_message": True, "add_generation_prompt": False}, "<|user|>the rain"),
     ],
-)  # fmt: skip
+)
 def test_options_of_chat(llm: LLM, options: dict[str, Any], text: str) -> None:
     for conversations in ([RAIN], [[RAIN], [RAIN]]):
         for output in llm.chat(conversations, GREEDY, use_tqdm=False, **options):

@@ -113,9 +113,7 @@ def test_untrusted_values_are_refused(changes: dict[str, object], word: str) -> 
         load(**changes)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"layer_types": [["full_attention"]] * 4}, {**QWEN, "max_window_layers": "2"}]
-)
+@pytest.mark.parametrize("changes", [{"layer_types": [["full_attention"]] * 4}, {**QWEN, "max_window_layers": "2"}])
 def test_untrusted_values_of_the_wrong_type_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ModelError):
         load(**changes)

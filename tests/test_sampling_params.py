@@ -203,16 +203,36 @@ def test_clone() -> None:
 def test_numbers_of_numpy_become_those_of_python() -> None:
     """Parameters travel between ranks as JSON, which knows no numpy."""
     made = SamplingParams(
-        n=np.int64(2), temperature=np.float32(0.5), top_p=np.float64(0.25), top_k=np.int8(-1),
-        seed=np.uint64(2**64 - 1), max_tokens=np.int32(7), min_tokens=np.uint8(3), logprobs=np.int16(4),
-        prompt_logprobs=np.int64(-1), min_p=np.float16(0), stop_token_ids=np.array([3, 4]),
-        allowed_token_ids=[np.int32(5), 6], logit_bias={np.int64(7): np.float32(1.5)}, presence_penalty=np.int64(1),
-    )  # fmt: skip
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.25),
+        top_k=np.int8(-1),
+        seed=np.uint64(2**64 - 1),
+        max_tokens=np.int32(7),
+        min_tokens=np.uint8(3),
+        logprobs=np.int16(4),
+        prompt_logprobs=np.int64(-1),
+        min_p=np.float16(0),
+        stop_token_ids=np.array([3, 4]),
+        allowed_token_ids=[np.int32(5), 6],
+        logit_bias={np.int64(7): np.float32(1.5)},
+        presence_penalty=np.int64(1),
+    )
     assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(made)))) == made
     plain = SamplingParams(
-        n=2, temperature=0.5, top_p=0.25, seed=2**64 - 1, max_tokens=7, min_tokens=3, logprobs=4, prompt_logprobs=-1,
-        stop_token_ids=[3, 4], allowed_token_ids=[5, 6], logit_bias={7: 1.5}, presence_penalty=1,
-    )  # fmt: skip
+        n=2,
+        temperature=0.5,
+        top_p=0.25,
+        seed=2**64 - 1,
+        max_tokens=7,
+        min_tokens=3,
+        logprobs=4,
+        prompt_logprobs=-1,
+        stop_token_ids=[3, 4],
+        allowed_token_ids=[5, 6],
+        logit_bias={7: 1.5},
+        presence_penalty=1,
+    )
     assert made == plain
 
 
@@ -224,7 +244,7 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
         ("stop_token_ids", [np.array([1.0]), np.array([-1]), np.array(["a"]), np.array(5)], "token ids"),
         ("logit_bias", [{np.int64(1): np.float32(NAN)}, {np.float64(1): 1.0}], "logit_bias"),
     ],
-)  # fmt: skip
+)
 def test_bad_numbers_of_numpy_are_refused_as_those_of_python_are(name: str, bad: list[object], word: str) -> None:
     for value in bad:
         assert word in refusal(**{name: value})

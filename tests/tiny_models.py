@@ -87,10 +87,18 @@ MOE_VARIANTS = {
     ),
     "qwen3-moe-every-second": Variant(  # and every expert taken, and a window
         "Qwen3Moe",
-        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts": 3, "num_experts_per_tok": 3,
-         "use_sliding_window": True, "sliding_window": 20, "norm_topk_prob": False},
+        {
+            **QWEN3_MOE,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "num_experts": 3,
+            "num_experts_per_tok": 3,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "norm_topk_prob": False,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -143,10 +151,17 @@ def hf_config(variant: Variant) -> Any:
     import transformers
 
     options = {
-        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": MAX_POSITION,
-        "bos_token_id": 1, "eos_token_id": EOS, **variant.config,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_POSITION,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        **variant.config,
+    }
     return getattr(transformers, f"{variant.family}Config")(**options)
 
 
@@ -175,8 +190,12 @@ def answer(model: Any, prompt: list[int], num_tokens: int = NEW_TOKENS) -> Answe
     """None if two tokens are so close at any step that rounding may choose (or if eos came)."""
     ids = torch.tensor([prompt])
     tokens = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0,
-    )[0, len(prompt) :].tolist()  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
     if len(tokens) < num_tokens:
         return None
     logprobs = hf_logprobs(model, prompt + tokens)
@@ -228,15 +247,21 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     text = "the capital of the land is the town on the river, and the men of the town sing in the rain all day long"
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=VOCAB,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([text] * 4, trainer)
     assert tokenizer.get_vocab_size() == VOCAB
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", special_tokens=[("<|bos|>", SPECIAL_TOKENS.index("<|bos|>"))]
     )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)  # fmt: skip
+        tokenizer_object=tokenizer,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)

@@ -80,9 +80,16 @@ class Flash1Backend(SdpaBackend):
         return out
 
     def _flash(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch,
-        spec: AttentionSpec, some: list[int], causal: bool, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        some: list[int],
+        causal: bool,
+        out: torch.Tensor,
+    ) -> None:
         """The sequences numbered `some`, written to their rows of `out`."""
         flash = load(MODULE)
         assert not isinstance(flash, str), "selection asked rejects() first"
@@ -100,8 +107,16 @@ class Flash1Backend(SdpaBackend):
             for lens in (query_lens, context_lens)
         )
         result = flash.flash_attn_unpadded_func(
-            torch.cat([q[row] for row in rows]), keys, values, cu_q, cu_k, max(query_lens), max(context_lens),
-            0.0, softmax_scale=spec.scale, causal=causal,
-        )  # fmt: skip
+            torch.cat([q[row] for row in rows]),
+            keys,
+            values,
+            cu_q,
+            cu_k,
+            max(query_lens),
+            max(context_lens),
+            0.0,
+            softmax_scale=spec.scale,
+            causal=causal,
+        )
         for row, piece in zip(rows, result.split(query_lens)):
             out[row] = piece

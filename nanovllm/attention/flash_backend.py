@@ -56,10 +56,17 @@ def _flash3(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     ) -> torch.Tensor:
         # Its varlen function refuses cumulative key lengths beside a page table; this one takes the lengths themselves.
         return function(
-            q, k_cache, v_cache, cache_seqlens=batch.context_lens, page_table=batch.block_tables,
-            cu_seqlens_q=batch.query_starts, max_seqlen_q=max(batch.on_host.query_lens), softmax_scale=spec.scale,
-            causal=True, window_size=_window(spec),
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=batch.context_lens,
+            page_table=batch.block_tables,
+            cu_seqlens_q=batch.query_starts,
+            max_seqlen_q=max(batch.on_host.query_lens),
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=_window(spec),
+        )
 
     return attend
 
@@ -69,10 +76,18 @@ def _flash2(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
         return function(
-            q, k_cache, v_cache, cu_seqlens_q=batch.query_starts, cu_seqlens_k=_cumulative_context_lens(batch),
-            max_seqlen_q=max(batch.on_host.query_lens), max_seqlen_k=batch.max_context_len, softmax_scale=spec.scale,
-            causal=True, window_size=_window(spec), block_table=batch.block_tables,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=batch.query_starts,
+            cu_seqlens_k=_cumulative_context_lens(batch),
+            max_seqlen_q=max(batch.on_host.query_lens),
+            max_seqlen_k=batch.max_context_len,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=_window(spec),
+            block_table=batch.block_tables,
+        )
 
     return attend
 
@@ -85,10 +100,19 @@ def _torch_varlen(function: Callable[..., torch.Tensor], parameters: set[str]) -
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
         return function(  # causal is said as a window of nothing to the right
-            q, k_cache, v_cache, batch.query_starts, _cumulative_context_lens(batch), max(batch.on_host.query_lens),
-            batch.max_context_len, scale=spec.scale, window_size=_window(spec), seqused_k=batch.context_lens,
-            block_table=batch.block_tables, **flags,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            batch.query_starts,
+            _cumulative_context_lens(batch),
+            max(batch.on_host.query_lens),
+            batch.max_context_len,
+            scale=spec.scale,
+            window_size=_window(spec),
+            seqused_k=batch.context_lens,
+            block_table=batch.block_tables,
+            **flags,
+        )
 
     return attend
 

@@ -58,8 +58,14 @@ class FlashInferBackend:
             F.pad(num_blocks.cumsum(0, dtype=torch.int32), (1, 0)),
             batch.block_tables[columns < num_blocks[:, None]],  # the tables, one after the other, unpadded
             (lens - 1) % block_size + 1,  # slots in use of each sequence's last block
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size,
-            causal=True, sm_scale=spec.scale, window_left=-1 if spec.window is None else spec.window - 1,
-            q_data_type=q.dtype, kv_data_type=q.dtype,
-        )  # fmt: skip
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            block_size,
+            causal=True,
+            sm_scale=spec.scale,
+            window_left=-1 if spec.window is None else spec.window - 1,
+            q_data_type=q.dtype,
+            kv_data_type=q.dtype,
+        )
         return wrapper

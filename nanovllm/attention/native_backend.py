@@ -39,9 +39,15 @@ class NativeBackend(SdpaBackend):
         if n == 0:
             return super().attend(q, k_cache, v_cache, batch, spec)
         decoded = _kernels().decode_attention(
-            q[:n].contiguous(), k_cache, v_cache, batch.context_lens[:n], batch.block_tables[:n],
-            spec.scale, batch.max_context_len, spec.window,
-        )  # fmt: skip
+            q[:n].contiguous(),
+            k_cache,
+            v_cache,
+            batch.context_lens[:n],
+            batch.block_tables[:n],
+            spec.scale,
+            batch.max_context_len,
+            spec.window,
+        )
         if n == len(batch.on_host.query_lens):
             return decoded
         return torch.cat((decoded, super().attend(q[n:], k_cache, v_cache, batch.without_decodes(), spec)))

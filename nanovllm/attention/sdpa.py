@@ -179,9 +179,14 @@ class SdpaBackend:
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _sdpa(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec,
-        mask: torch.Tensor | None = None, is_causal: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        spec: AttentionSpec,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
         grouped = q.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=is_causal, scale=spec.scale, enable_gqa=grouped
@@ -194,8 +199,13 @@ class SdpaMathBackend(SdpaBackend):
     name = "sdpa.math"
 
     def _sdpa(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec,
-        mask: torch.Tensor | None = None, is_causal: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        spec: AttentionSpec,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return super()._sdpa(q, keys, values, spec, mask, is_causal)

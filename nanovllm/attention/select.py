@@ -20,9 +20,14 @@ from nanovllm.hardware.device import Device
 
 # Best first.
 BACKENDS: tuple[AttentionBackend, ...] = (
-    TritonBackend(), FlashBackend(), FlashInferBackend(), Flash1Backend(), NativeBackend(), SdpaBackend(),
+    TritonBackend(),
+    FlashBackend(),
+    FlashInferBackend(),
+    Flash1Backend(),
+    NativeBackend(),
+    SdpaBackend(),
     SdpaMathBackend(),
-)  # fmt: skip
+)
 BLOCK_SIZE_FOR_ALL = 256  # every backend can read blocks of so many slots
 
 

@@ -45,7 +45,14 @@ class TritonBackend:
             )
         if n < num_seqs:
             prefill_attention(
-                q, k_cache, v_cache, batch.query_starts[n:], lens[n:], tables[n:], spec.scale,
-                window=spec.window, out=out,
-            )  # fmt: skip
+                q,
+                k_cache,
+                v_cache,
+                batch.query_starts[n:],
+                lens[n:],
+                tables[n:],
+                spec.scale,
+                window=spec.window,
+                out=out,
+            )
         return out

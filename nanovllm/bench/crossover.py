@@ -108,10 +108,16 @@ def measure_backend(
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     shapes = [(batch, length) for batch in sweep.batch_sizes for length in sweep.input_lens]
     rows = [
-        {"backend": config.attn_backend, "attn_backend": None, "batch_size": batch, "input_len": length,
-         "output_len": length, "decode_tokens_per_second": None}
+        {
+            "backend": config.attn_backend,
+            "attn_backend": None,
+            "batch_size": batch,
+            "input_len": length,
+            "output_len": length,
+            "decode_tokens_per_second": None,
+        }
         for batch, length in shapes
-    ]  # fmt: skip
+    ]
     try:
         engine = LLMEngine(config)
     except FAILURES as error:
@@ -194,9 +200,11 @@ def _cell(row: dict[str, Any]) -> str:
 def _names(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Backend as asked -> as shown: with the one that ran, where that is another word."""
     return {
-        row["backend"]: row["backend"] if row["attn_backend"] in (None, row["backend"])
-        else f"{row['backend']} ({row['attn_backend']})" for row in rows
-    }  # fmt: skip
+        row["backend"]: row["backend"]
+        if row["attn_backend"] in (None, row["backend"])
+        else f"{row['backend']} ({row['attn_backend']})"
+        for row in rows
+    }
 
 
 def print_tables(sweep: Sweep, rows: list[dict[str, Any]]) -> None:
@@ -229,13 +237,14 @@ def plot_sweep(path: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
         return {
             f"input = output = {length}": {
                 names[backend]: sorted(
-                    (row["batch_size"], row[key]) for row in rows
+                    (row["batch_size"], row[key])
+                    for row in rows
                     if (row["backend"], row["input_len"]) == (backend, length) and row.get(key) is not None
                 )
                 for backend in sweep.backends
             }
             for length in sweep.input_lens
-        }  # fmt: skip
+        }
 
     grid = {RATE: charts("decode_tokens_per_second")}
     if any("share_of_limit" in row for row in rows):

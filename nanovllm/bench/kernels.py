@@ -101,8 +101,10 @@ class Lab:
         """PyTorch's best for the same numbers, in the layout it wants: no blocks, one length."""
         causal = num_new > 1
         q = self.rand(batch, self.heads.num_q, num_new, self.heads.size)
-        layers = [self.rand(2, batch, self.heads.num_kv, length, self.heads.size)
-                  for _ in range(1 if causal else self.num_layers(batch, length))]  # fmt: skip
+        layers = [
+            self.rand(2, batch, self.heads.num_kv, length, self.heads.size)
+            for _ in range(1 if causal else self.num_layers(batch, length))
+        ]
         return [lambda kv=kv: scaled_dot_product_attention(q, *kv, is_causal=causal, enable_gqa=True) for kv in layers]
 
     def naive(self, length: int) -> Calls:
@@ -157,8 +159,15 @@ def measure_shapes(lab: Lab, phase: str, shapes: list[tuple[int, int]], limit: f
         sdpa = lab.seconds(lab.dense, batch, length, length if is_prefill else 1)
         work = lab.flops(batch, length) if is_prefill else lab.kv_bytes(batch, length)
         rate = None if ours is None else work / ours
-        rows.append({"shape": f"{batch}x{length}", "triton_seconds": ours, "sdpa_seconds": sdpa, "rate": rate,
-                     "share_of_limit": None if rate is None else rate / limit})  # fmt: skip
+        rows.append(
+            {
+                "shape": f"{batch}x{length}",
+                "triton_seconds": ours,
+                "sdpa_seconds": sdpa,
+                "rate": rate,
+                "share_of_limit": None if rate is None else rate / limit,
+            }
+        )
     return rows
 
 
@@ -178,17 +187,33 @@ def print_kernels(found: dict[str, Any]) -> None:
     read, copy, flops = (rate / 1e12 for rate in found["ceilings"].values())
     print(f"this card reads {read:.2f} TB/s, copies {copy:.2f} TB/s and multiplies {flops:.0f} TFLOP/s")
     for phase, unit in (("prefill", "TFLOP/s"), ("decode", "TB/s")):
-        print_table(f"{phase}: microseconds", ["batch x length", "triton", "SDPA, dense", unit, "of this card's"], [
-            [row["shape"], *(_cell(row[name], 1e6) for name in ("triton_seconds", "sdpa_seconds")),
-             _cell(row["rate"], 1e-12), "-" if row["rate"] is None else f"{row['share_of_limit']:.0%}"]
-            for row in found[phase]
-        ])  # fmt: skip
+        print_table(
+            f"{phase}: microseconds",
+            ["batch x length", "triton", "SDPA, dense", unit, "of this card's"],
+            [
+                [
+                    row["shape"],
+                    *(_cell(row[name], 1e6) for name in ("triton_seconds", "sdpa_seconds")),
+                    _cell(row["rate"], 1e-12),
+                    "-" if row["rate"] is None else f"{row['share_of_limit']:.0%}",
+                ]
+                for row in found[phase]
+            ],
+        )
     columns = ["length", "naive us", "flash us", "scores MiB", "naive launches: their grids", "flash"]
-    print_table("prefill of one sequence: scores in memory against flash", columns, [
-        [row["length"], *(_cell(row[name], 1e6) for name in ("naive_seconds", "flash_seconds")),
-         row["score_bytes"] / 2**20, *(_grids(row[name]) for name in ("naive_grids", "flash_grids"))]
-        for row in found["crossover"]
-    ])  # fmt: skip
+    print_table(
+        "prefill of one sequence: scores in memory against flash",
+        columns,
+        [
+            [
+                row["length"],
+                *(_cell(row[name], 1e6) for name in ("naive_seconds", "flash_seconds")),
+                row["score_bytes"] / 2**20,
+                *(_grids(row[name]) for name in ("naive_grids", "flash_grids")),
+            ]
+            for row in found["crossover"]
+        ],
+    )
 
 
 def _cell(value: float | None, factor: float = 1.0) -> float | str:

@@ -93,9 +93,7 @@ class Sweep:
     routing: str
 
     @classmethod
-    def parse(
-        cls, config: EngineConfig, model: ModelConfig, sizes: tuple[str, int, int], routing: str | None
-    ) -> Sweep:
+    def parse(cls, config: EngineConfig, model: ModelConfig, sizes: tuple[str, int, int], routing: str | None) -> Sweep:
         """sizes = (cached, tokens, input_len), as the options say them."""
         assert model.moe is not None
         cached, num_tokens, input_len = sizes
@@ -152,8 +150,15 @@ def keep_low_rank(source: Path, target: Path, model: ModelConfig, num_layers: in
     facts = read_svd_metadata(folder, model)
     if ids := tuple(i for i in facts.layer_ids if i < num_layers):
         (target / FOLDER).mkdir()
-        write_metadata(target / FOLDER, replace(facts, layer_ids=ids, ranks={i: facts.ranks[i] for i in ids},
-                                                w2_modes={i: facts.w2_modes[i] for i in ids}))  # fmt: skip
+        write_metadata(
+            target / FOLDER,
+            replace(
+                facts,
+                layer_ids=ids,
+                ranks={i: facts.ranks[i] for i in ids},
+                w2_modes={i: facts.w2_modes[i] for i in ids},
+            ),
+        )
 
 
 # ---- engines -------------------------------------------------------------------------------------------------------
@@ -291,9 +296,7 @@ class OffloadBench:
         return f"offloaded experts, batch 1: {num} layers{fewer}, routing {self.sweep.routing}, {way}"
 
 
-def measure_offload(
-    sweep: Sweep, seed: int, link: float | None, engine_for: EngineFor
-) -> tuple[dict[str, Any], Rows]:
+def measure_offload(sweep: Sweep, seed: int, link: float | None, engine_for: EngineFor) -> tuple[dict[str, Any], Rows]:
     """(facts of the first engine, a row for each number of cached experts and each variant)."""
     facts: dict[str, Any] = {}
     rows: Rows = []
@@ -308,8 +311,11 @@ def measure_offload(
             expected = expected or token_ids
             rows.append({**row, **found, "same_output": token_ids == expected})
             share = found["share_of_bound"]
-            print(f"  {cached} cached, {variant}: {found['tokens_per_second']:,.1f} tok/s, hits "
-                  f"{found['hit_rate']:.0%}, of the bound {_percent(share)}", flush=True)  # fmt: skip
+            print(
+                f"  {cached} cached, {variant}: {found['tokens_per_second']:,.1f} tok/s, hits "
+                f"{found['hit_rate']:.0%}, of the bound {_percent(share)}",
+                flush=True,
+            )
     return facts, rows
 
 
@@ -322,9 +328,7 @@ def check_slots(engine: LLMEngine, cached: int) -> dict[str, int]:
     return found
 
 
-def measure_decode(
-    engine: LLMEngine, sweep: Sweep, seed: int, link: float | None
-) -> tuple[dict[str, Any], list[int]]:
+def measure_decode(engine: LLMEngine, sweep: Sweep, seed: int, link: float | None) -> tuple[dict[str, Any], list[int]]:
     """What one sequence's decode took, after another one has warmed everything up; and the tokens it gave."""
     length, vocab = sweep.input_len, engine.model_config.vocab_size
     work = make_workload(random.Random(seed), 2, Lengths(length, length), Lengths(1, 1), vocab)
@@ -417,8 +421,18 @@ def _number(value: float | None, factor: float = 1.0) -> float | str:
 
 
 def print_offload(title: str, num_experts: int, rows: Rows) -> None:
-    columns = ["cached", "variant", "tok/s", "hits", "MB missed/token", "bound tok/s", "of the bound", "stalled",
-               "prefetch right", "distinct"]  # fmt: skip
+    columns = [
+        "cached",
+        "variant",
+        "tok/s",
+        "hits",
+        "MB missed/token",
+        "bound tok/s",
+        "of the bound",
+        "stalled",
+        "prefetch right",
+        "distinct",
+    ]
     print_table(title, columns, [
         [f"{row['cached']} of {num_experts}", row["variant"], row["tokens_per_second"], f"{row['hit_rate']:.1%}",
          row["missed_bytes_per_token"] / 1e6, _number(row["bound_tokens_per_second"]), _percent(row["share_of_bound"]),
@@ -432,8 +446,12 @@ def plot_offload(path: Path, title: str, rows: Rows) -> None:
     """Speed against cached experts, a line for each variant and its bound dashed; below, the share of the bound."""
 
     def series(key: str, name: str = "{}") -> Series:
-        found = {name.format(variant): [(row["cached"], row[key]) for row in rows if row["variant"] == variant
-                                        and row[key] is not None] for variant in VARIANTS}  # fmt: skip
+        found = {
+            name.format(variant): [
+                (row["cached"], row[key]) for row in rows if row["variant"] == variant and row[key] is not None
+            ]
+            for variant in VARIANTS
+        }
         return {line: points for line, points in found.items() if points}
 
     bounds = series("bound_tokens_per_second", "{}: bound")

@@ -172,9 +172,17 @@ def measure_decode(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...
             distinct = sum(call.num_distinct for call in calls) / len(calls)
             seconds = lab.seconds([lab.whole(call) for call in calls])
             rate = distinct * lab.expert_bytes / seconds
-            rows.append({"model": lab.shape.name, "tokens": num_tokens, "routing": routing, "seconds": seconds,
-                         "distinct_experts": distinct, "bytes_per_second": rate,
-                         "share_of_limit": rate / limits["bytes_per_second"]})  # fmt: skip
+            rows.append(
+                {
+                    "model": lab.shape.name,
+                    "tokens": num_tokens,
+                    "routing": routing,
+                    "seconds": seconds,
+                    "distinct_experts": distinct,
+                    "bytes_per_second": rate,
+                    "share_of_limit": rate / limits["bytes_per_second"],
+                }
+            )
     return rows
 
 
@@ -188,13 +196,19 @@ def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ..
         flops = 2 * num_tokens * lab.shape.top_k * lab.shape.parameters
         # Asked as fp16 the rule does not think of the grouped product, and its tiles are those of bf16.
         tiles = default_plan(num_tokens, replace(lab.plan_shape(), dtype=torch.float16), lab.device.capability)
-        row = {"model": lab.shape.name, "tokens": num_tokens,
-               "chosen": choose_plan(num_tokens, lab.plan_shape(), where).kind}  # fmt: skip
+        row = {
+            "model": lab.shape.name,
+            "tokens": num_tokens,
+            "chosen": choose_plan(num_tokens, lab.plan_shape(), where).kind,
+        }
         for name, plan in (("tiles", tiles), ("grouped", Plan("grouped", 128))):
             seconds = try_seconds(lab, [lab.whole(call, plan)])
             rate = None if seconds is None else flops / seconds
-            row |= {f"{name}_seconds": seconds, f"{name}_flops": rate,
-                    f"{name}_share": None if rate is None else rate / limits["flops"]}  # fmt: skip
+            row |= {
+                f"{name}_seconds": seconds,
+                f"{name}_flops": rate,
+                f"{name}_share": None if rate is None else rate / limits["flops"],
+            }
         rows.append(row)
         lab.device.release_cached()
     return rows
@@ -225,8 +239,10 @@ def measure(device: Device, shapes: tuple[ExpertShape, ...] = SHAPES) -> dict[st
 
 def print_measured(found: dict[str, Any]) -> None:
     limits = found["limits"]
-    print(f"this card reads {limits['bytes_per_second'] / 1e12:.2f} TB/s and multiplies {limits['flops'] / 1e12:.0f} "
-          f"TFLOP/s")  # fmt: skip
+    print(
+        f"this card reads {limits['bytes_per_second'] / 1e12:.2f} TB/s and multiplies {limits['flops'] / 1e12:.0f} "
+        f"TFLOP/s"
+    )
     columns = ["model", "tokens", "routing", "us", "experts touched", "GB/s of their weights", "of this card's"]
     print_table("decode: one layer's experts", columns, [
         [row["model"], row["tokens"], row["routing"], row["seconds"] * 1e6, row["distinct_experts"],
@@ -262,9 +278,18 @@ def candidates(num_tokens: int, shape: ExpertShape) -> list[tuple[str, int, list
         found.append(("gemv", 1, blocks, blocks))
     mean = num_tokens * shape.top_k / shape.num_experts
     if num_tokens > 1:
-        small = [Tile(n, k, 4, s) for n, k, s in (
-            (16, 256, 4), (32, 128, 4), (32, 128, 5), (32, 256, 3), (64, 64, 4), (64, 128, 3), (64, 128, 4),
-        )]  # fmt: skip
+        small = [
+            Tile(n, k, 4, s)
+            for n, k, s in (
+                (16, 256, 4),
+                (32, 128, 4),
+                (32, 128, 5),
+                (32, 256, 3),
+                (64, 64, 4),
+                (64, 128, 3),
+                (64, 128, 4),
+            )
+        ]
         large = [Tile(64, 64, 4, 4), Tile(64, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)]
         for block_m in (16, 32, 64, 128):
             if block_m <= 16 or mean / 4 <= block_m <= 8 * mean:
@@ -344,8 +369,9 @@ def tune_table(shapes: tuple[ExpertShape, ...], device: Device, path: Path | Non
     tuned = {(e["device"], e["hidden"], e["size"], e["top_k"], e["element_size"], e["max_tokens"]) for e in entries}
     return [
         {"model": names[key[1:4]], "tokens": tokens, "plan": _spell(plan), "before": _spell(before.get((key, tokens)))}
-        for key, tokens, plan in moe_tiles.read_table(path) if (*key, tokens) in tuned
-    ]  # fmt: skip
+        for key, tokens, plan in moe_tiles.read_table(path)
+        if (*key, tokens) in tuned
+    ]
 
 
 def _spell(plan: Any) -> str | None:
@@ -360,7 +386,7 @@ def _spell(plan: Any) -> str | None:
 def print_tuned(rows: list[dict[str, Any]]) -> None:
     changed = [row for row in rows if row["plan"] != row["before"]]
     print_table(
-        f"table of tiles: {len(changed)} of {len(rows)} entries changed", ["model", "tokens", "before", "now"],
+        f"table of tiles: {len(changed)} of {len(rows)} entries changed",
+        ["model", "tokens", "before", "now"],
         [[row["model"], row["tokens"], row["before"] or "the rule", row["plan"]] for row in changed],
-    )  # fmt: skip
-
+    )

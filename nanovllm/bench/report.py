@@ -137,9 +137,13 @@ Series = dict[str, list[tuple[float, float]]]  # the line's name -> its points
 
 
 def plot_lines(
-    path: Path, x_name: str, rows: dict[str, dict[str, Series]], log_x: bool = True, log_y: Collection[str] = (),
+    path: Path,
+    x_name: str,
+    rows: dict[str, dict[str, Series]],
+    log_x: bool = True,
+    log_y: Collection[str] = (),
     dashed: Mapping[str, str] = {},
-) -> None:  # fmt: skip
+) -> None:
     """A grid of charts: `rows` by what is measured (the y axis), in each row the charts by title. `log_y`: the rows
     with a logarithmic y axis. `dashed`: lines drawn so, each in the colour of the line it belongs to, which comes
     before it."""

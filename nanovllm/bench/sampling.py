@@ -45,10 +45,12 @@ CASES = {
     ),
     "64-logprobs": Case("64 of main, logprobs=5", "main", _all(logprobs=5), num_sequences=64),
     "64-schema": Case(
-        "64 of main, a JSON schema each", "main", _all(structured_outputs={"json": SCHEMA}, ignore_eos=False),
+        "64 of main, a JSON schema each",
+        "main",
+        _all(structured_outputs={"json": SCHEMA}, ignore_eos=False),
         num_sequences=64,
     ),
-}  # fmt: skip
+}
 
 
 def measure_case(engine: LLMEngine, case: Case, repeat: int) -> dict[str, Any]:

@@ -97,8 +97,11 @@ class Seen:
         gaps = [after - before for before, after in zip(self.events, self.events[1:])]
         per_token = (self.events[-1] - self.events[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
         return {
-            "ttft": [self.events[0]], "tpot": [] if per_token is None else [per_token], "itl": gaps, "e2e": [self.end],
-        }  # fmt: skip
+            "ttft": [self.events[0]],
+            "tpot": [] if per_token is None else [per_token],
+            "itl": gaps,
+            "e2e": [self.end],
+        }
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,14 @@ class Server:
 async def ask(client: Any, server: Server, prompt: Any, num_tokens: int, seed: int) -> tuple[list[float], Any]:
     """(when each event with text came, usage). Raises on anything but a whole stream."""
     body = {
-        "model": server.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "seed": seed,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "seed": seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     if server.ignore_eos:
         body["ignore_eos"] = True
     came, usage, done = [], None, False

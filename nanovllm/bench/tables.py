@@ -15,14 +15,27 @@ from nanovllm.errors import ConfigError
 
 Words = dict[str, str]
 ENGLISH: Words = {
-    "workload": "workload", "ours": "nano-vLLM tok/s", "limit": "limit of the card", "share": "share of it",
-    "ratio": "ratio", "equal": "equal tokens", "slots": "KV slots per token held", "measured": "Measured on",
+    "workload": "workload",
+    "ours": "nano-vLLM tok/s",
+    "limit": "limit of the card",
+    "share": "share of it",
+    "ratio": "ratio",
+    "equal": "equal tokens",
+    "slots": "KV slots per token held",
+    "measured": "Measured on",
     "hf": "Hugging Face tok/s",
-}  # fmt: skip
+}
 CHINESE: Words = {
-    "workload": "负载", "ours": "nano-vLLM tok/s", "limit": "该卡的极限", "share": "占极限", "ratio": "倍数",
-    "equal": "token 一致", "slots": "每个 token 占用的 KV 槽位", "measured": "测于", "hf": "Hugging Face tok/s",
-}  # fmt: skip
+    "workload": "负载",
+    "ours": "nano-vLLM tok/s",
+    "limit": "该卡的极限",
+    "share": "占极限",
+    "ratio": "倍数",
+    "equal": "token 一致",
+    "slots": "每个 token 占用的 KV 槽位",
+    "measured": "测于",
+    "hf": "Hugging Face tok/s",
+}
 PAGES = {"README.md": ENGLISH, "README.zh-CN.md": CHINESE}
 
 
@@ -48,12 +61,16 @@ def cpu_table(results: list[dict[str, Any]], words: Words) -> str | None:
         return None
     columns = [words[key] for key in ("workload", "ours", "hf", "ratio", "equal", "slots")]
     rows = [
-        [f"{name}, {row['input_len']} + {row['output_len']}", f"{row['ours_tokens_per_second']:.1f}",
-         f"{row['hf_tokens_per_second']:.1f}",
-         f"{row['ratio']:.2f}x ({row['ratio_spread'][0]:.2f}..{row['ratio_spread'][1]:.2f})",
-         f"{row['equal_greedy_tokens']:.0%}", f"{row['kv_slots_per_token']:.3f}"]
+        [
+            f"{name}, {row['input_len']} + {row['output_len']}",
+            f"{row['ours_tokens_per_second']:.1f}",
+            f"{row['hf_tokens_per_second']:.1f}",
+            f"{row['ratio']:.2f}x ({row['ratio_spread'][0]:.2f}..{row['ratio_spread'][1]:.2f})",
+            f"{row['equal_greedy_tokens']:.0%}",
+            f"{row['kv_slots_per_token']:.3f}",
+        ]
         for name, row in report["results"].items()
-    ]  # fmt: skip
+    ]
     return f"{_markdown(columns, rows)}\n\n{_where(report, words)}"
 
 
@@ -74,10 +91,15 @@ def gpu_tables(results: list[dict[str, Any]], words: Words) -> str | None:
         rows = []
         for row in report["results"]:
             figures = [p["results"][model].get(row["workload"]) for p in known]
-            rows.append([
-                row["workload"], f"**{row['tokens_per_second']:,.0f}**", *(f"{f:,.0f}" if f else "" for f in figures),
-                f"{row['limit']:,.0f}", f"{row['share_of_limit']:.0%}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    row["workload"],
+                    f"**{row['tokens_per_second']:,.0f}**",
+                    *(f"{f:,.0f}" if f else "" for f in figures),
+                    f"{row['limit']:,.0f}",
+                    f"{row['share_of_limit']:.0%}",
+                ]
+            )
         parts.append(f"{_markdown(columns, rows)}\n\n{_where(report, words)}")
     return "\n\n".join(parts) or None
 

@@ -37,9 +37,12 @@ class Run:
 
 
 def run_workload(
-    engine: LLMEngine, workload: Workload, temperature: float, title: str = "measuring",
+    engine: LLMEngine,
+    workload: Workload,
+    temperature: float,
+    title: str = "measuring",
     asks: Callable[[int], dict[str, Any]] = lambda _: {},
-) -> Run:  # fmt: skip
+) -> Run:
     """On a terminal `title` and a bar of its tokens are shown, drawn at most ten times a second. `asks`: what else the
     SamplingParams of the request of this number say."""
     stats = engine.stats
@@ -61,9 +64,14 @@ def run_workload(
         raise EngineDeadError(f"the benchmark's step failed: {failed}")
     token_ids = [whole.outputs[0].token_ids for whole in wholes]
     return Run(
-        seconds, workload.num_prompt_tokens, sum(map(len, token_ids)), token_ids, stats.peak_waste,
-        sum(whole.metrics.num_preemptions for whole in wholes), stats.prefill_seconds - prefill_before,
-    )  # fmt: skip
+        seconds,
+        workload.num_prompt_tokens,
+        sum(map(len, token_ids)),
+        token_ids,
+        stats.peak_waste,
+        sum(whole.metrics.num_preemptions for whole in wholes),
+        stats.prefill_seconds - prefill_before,
+    )
 
 
 def warm_up(engine: LLMEngine, seed: int = 0) -> None:

@@ -243,8 +243,10 @@ def load(config: EngineConfig) -> LLMEngine:
 
     engine = LLMEngine(config)
     runs_on = engine.describe()["runs_on"]
-    note(f"{config.model} on {runs_on['device']}, {runs_on['dtype']}, attention {runs_on['attn_backend']}; "
-         f"ready in {time.monotonic() - started:.1f} s")  # fmt: skip
+    note(
+        f"{config.model} on {runs_on['device']}, {runs_on['dtype']}, attention {runs_on['attn_backend']}; "
+        f"ready in {time.monotonic() - started:.1f} s"
+    )
     return engine
 
 

@@ -89,9 +89,16 @@ def bench_serve(save: Save = False, plot: Plot = None, *, load: ServeLoadOptions
     url = load.url.rstrip("/").removesuffix("/v1")
     server = lab.Server(url, load.model or lab.find_model(url, key), key, load.ignore_eos, load.timeout)
     asked = lab.Load(
-        load.num_requests, load.rate, load.arrivals, Lengths.parse(load.input_len), Lengths.parse(load.output_len),
-        load.prefix_len, load.num_prefixes, load.vocab_size, None if load.text is None else Path(load.text),
-    )  # fmt: skip
+        load.num_requests,
+        load.rate,
+        load.arrivals,
+        Lengths.parse(load.input_len),
+        Lengths.parse(load.output_len),
+        load.prefix_len,
+        load.num_prefixes,
+        load.vocab_size,
+        None if load.text is None else Path(load.text),
+    )
     found, good = lab.measure(server, asked, load.seed, load.slo)
     _print(found)
     if plot and good:
@@ -104,13 +111,18 @@ def _print(found: dict[str, Any]) -> None:
     from nanovllm.bench import report
 
     columns = ("mean", "p50", "p99", "max")
-    rows = [[name.upper(), *(found[name][column] * 1000 for column in columns)]
-            for name in ("ttft", "tpot", "itl", "e2e") if found[name]]  # fmt: skip
+    rows = [
+        [name.upper(), *(found[name][column] * 1000 for column in columns)]
+        for name in ("ttft", "tpot", "itl", "e2e")
+        if found[name]
+    ]
     rows.append(["late to leave", *(found["send_delay"][column] * 1000 for column in columns)])
     report.print_table("milliseconds", ["", *columns], rows)
-    print(f"{found['completed']} answered, {found['failed']} failed in {found['seconds']:.1f} s: "
-          f"{found['requests_per_second']:.2f} requests/s, "
-          f"{found['output_tokens_per_second']:.1f} output tokens/s")  # fmt: skip
+    print(
+        f"{found['completed']} answered, {found['failed']} failed in {found['seconds']:.1f} s: "
+        f"{found['requests_per_second']:.2f} requests/s, "
+        f"{found['output_tokens_per_second']:.1f} output tokens/s"
+    )
     for error, count in found["errors"].items():
         print(f"  {count} x {error}")
     if "goodput" in found:

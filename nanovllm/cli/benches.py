@@ -87,8 +87,10 @@ Plot = Annotated[
 def throughput(
     compare: Annotated[
         str | None,
-        typer.Option(help="hf: against Hugging Face generate, taking turns, on 1 prompt and on 16 prompts of 32..256 "
-                     "tokens with 64 new ones, greedy, float32 unless --dtype says otherwise."),
+        typer.Option(
+            help="hf: against Hugging Face generate, taking turns, on 1 prompt and on 16 prompts of 32..256 "
+            "tokens with 64 new ones, greedy, float32 unless --dtype says otherwise."
+        ),
     ] = None,
     repeat: Repeat = 3,
     threads: Threads = None,
@@ -97,7 +99,7 @@ def throughput(
     *,
     requests: RequestOptions,
     config: EngineConfig,
-) -> None:  # fmt: skip
+) -> None:
     """Tokens per second of many requests at once."""
     if compare not in (None, "hf"):
         raise ConfigError(f"--compare {compare!r}: must be hf")
@@ -115,8 +117,11 @@ def throughput(
 
             found = compare_all(engine, config.seed, repeat)
             _print_comparison(found)
-            bars = {f"{name}: {side}": row[f"{side}_tokens_per_second"] for name, row in found.items()
-                    for side in ("ours", "hf")}  # fmt: skip
+            bars = {
+                f"{name}: {side}": row[f"{side}_tokens_per_second"]
+                for name, row in found.items()
+                for side in ("ours", "hf")
+            }
         else:
             found = measure(engine, shape, requests.temperature, config.seed, repeat)
             report.print_table("throughput", ["", "value"], [[k.replace("_", " "), v] for k, v in found.items()])
@@ -314,9 +319,10 @@ def latency(
         found |= measure_requests(engine, shape, requests.temperature, config.seed)
     columns = ("mean", "p50", "p99", "max")
     report.print_table(
-        "latency in milliseconds", ["", *columns],
+        "latency in milliseconds",
+        ["", *columns],
         [[name.replace("_", " "), *(row[column] * 1000 for column in columns)] for name, row in found.items()],
-    )  # fmt: skip
+    )
     print(f"attention backend that ran: {facts['engine']['attn_backend']} on {facts['hardware']}")
     if plot:
         bars = {name.replace("_", " "): row["p50"] * 1000 for name, row in found.items()}
@@ -359,8 +365,10 @@ def schedulers(
     else:
         server = lab.Server()
         run = lambda jobs, policy, steps: lab.simulate(jobs, server, policy, steps)  # noqa: E731
-        facts["cost_model"] = {"seconds_per_step": server.seconds_per_step,
-                               "seconds_per_token": server.seconds_per_token}  # fmt: skip
+        facts["cost_model"] = {
+            "seconds_per_step": server.seconds_per_step,
+            "seconds_per_token": server.seconds_per_token,
+        }
         sizes = lab.SIZES
     first = lab.served_first(run, *sizes)
     for policy, winner in first.items():
@@ -407,20 +415,40 @@ def _print_comparison(found: dict[str, Any]) -> None:
     from nanovllm.bench.report import print_table
 
     columns = ["workload", "ours tok/s", "hf tok/s", "ratio", "spread", "equal tokens", "KV slots/token", "padded"]
-    print_table("against Hugging Face generate", columns, [
-        [name, row["ours_tokens_per_second"], row["hf_tokens_per_second"], f"{row['ratio']:.2f}x",
-         "{:.2f}..{:.2f}".format(*row["ratio_spread"]), f"{row['equal_greedy_tokens']:.1%}",
-         f"{row['kv_slots_per_token']:.3f}", f"{row['kv_slots_per_token_of_a_padded_batch']:.3f}"]
-        for name, row in found.items()
-    ])  # fmt: skip
+    print_table(
+        "against Hugging Face generate",
+        columns,
+        [
+            [
+                name,
+                row["ours_tokens_per_second"],
+                row["hf_tokens_per_second"],
+                f"{row['ratio']:.2f}x",
+                "{:.2f}..{:.2f}".format(*row["ratio_spread"]),
+                f"{row['equal_greedy_tokens']:.1%}",
+                f"{row['kv_slots_per_token']:.3f}",
+                f"{row['kv_slots_per_token_of_a_padded_batch']:.3f}",
+            ]
+            for name, row in found.items()
+        ],
+    )
 
 
 def _print_policies(found: dict[str, Any], trace: Any) -> None:
     from nanovllm.bench.report import print_table
 
     columns = ["seconds", "TTFT mean", "p50", "p99", "e2e mean", "p50", "p99", "long: mean", "max", "passed over"]
-    print_table(f"{trace.num_long} long prompts, then {trace.num_short} short ones", columns, [
-        [name, *(row["ttft"][k] for k in ("mean", "p50", "p99")), *(row["e2e"][k] for k in ("mean", "p50", "p99")),
-         *(row["ttft_of_long"][k] for k in ("mean", "max")), row.get("most_steps_passed_over", "-")]
-        for name, row in found.items()
-    ])  # fmt: skip
+    print_table(
+        f"{trace.num_long} long prompts, then {trace.num_short} short ones",
+        columns,
+        [
+            [
+                name,
+                *(row["ttft"][k] for k in ("mean", "p50", "p99")),
+                *(row["e2e"][k] for k in ("mean", "p50", "p99")),
+                *(row["ttft_of_long"][k] for k in ("mean", "max")),
+                row.get("most_steps_passed_over", "-"),
+            ]
+            for name, row in found.items()
+        ],
+    )

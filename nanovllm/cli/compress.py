@@ -68,9 +68,13 @@ def _check_device(device: str) -> None:
 
 @compress.command()
 def pca(
-    model_path: ModelPath, rank: Rank = DEFAULT_RANK, dtype: Dtype = "auto", device: DeviceName = "auto",
-    output_dir: OutputDir = None, w2_mode: W2Mode = "auto",
-) -> None:  # fmt: skip
+    model_path: ModelPath,
+    rank: Rank = DEFAULT_RANK,
+    dtype: Dtype = "auto",
+    device: DeviceName = "auto",
+    output_dir: OutputDir = None,
+    w2_mode: W2Mode = "auto",
+) -> None:
     """Low-rank experts from the weights alone: quick, needs no text, and loses most."""
     _check_device(device)
     from nanovllm.compress.distill import compress as run
@@ -99,16 +103,22 @@ def calibrate(
     source = Source(text, num_prompts, Writing(max_new_tokens, temperature))
     found = collect(model_path, out, source, cap_per_group, device)
     counts = [count for of_layer in found.facts["counts"].values() for count in of_layer]
-    print(f"{out}: {found.facts['num_tokens']} tokens in {len(found.windows)} windows; an expert saw {min(counts)} to "
-          f"{max(counts)} of them")  # fmt: skip
+    print(
+        f"{out}: {found.facts['num_tokens']} tokens in {len(found.windows)} windows; an expert saw {min(counts)} to "
+        f"{max(counts)} of them"
+    )
 
 
 @compress.command()
 @with_options(options=FITTING)
 def distill(
-    model_path: ModelPath, calib_path: CalibPath, device: DeviceName = "auto", output_dir: OutputDir = None, *,
+    model_path: ModelPath,
+    calib_path: CalibPath,
+    device: DeviceName = "auto",
+    output_dir: OutputDir = None,
+    *,
     options: Options,
-) -> None:  # fmt: skip
+) -> None:
     """Low-rank experts fitted to what they see: layer by layer, resumable, written beside and then put in place."""
     _check_device(device)
     from nanovllm.compress.distill import compress as run
@@ -119,14 +129,16 @@ def distill(
 @compress.command()
 @with_options(swept=SWEEP, options=SWEPT)
 def report(
-    model_path: ModelPath, calib_path: CalibPath, text: TextFile,
+    model_path: ModelPath,
+    calib_path: CalibPath,
+    text: TextFile,
     device: DeviceName = "auto",
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs 'nano-vllm[plot]').")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
     *,
     swept: Swept,
     options: Options,
-) -> None:  # fmt: skip
+) -> None:
     """Measure a sweep of ranks: KL to the teacher, perplexity, agreement, errors of each expert, bytes, tok/s here."""
     _check_device(device)
     from nanovllm.bench import report as page

@@ -75,8 +75,10 @@ class Chat:
             blocks = self.engine.scheduler.blocks
             note(f"answers: {len(self.outputs)} | {self.speed.line(self.outputs)}")
             # Between answers no block is owned, but the conversation is still found in them.
-            note(f"KV cache: {blocks.num_blocks} blocks of {blocks.block_size} tokens, "
-                 f"{blocks.num_hits} of {blocks.num_queries} prompt tokens were found in it")  # fmt: skip
+            note(
+                f"KV cache: {blocks.num_blocks} blocks of {blocks.block_size} tokens, "
+                f"{blocks.num_hits} of {blocks.num_queries} prompt tokens were found in it"
+            )
         elif name == "/help":
             note(HELP)
         else:

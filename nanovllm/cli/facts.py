@@ -39,12 +39,16 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     free, total = device.memory()
     offered = attention_backend_info(device)
     facts: dict[str, Any] = {
-        "hardware": {"device": device.name, "architecture": device.architecture,
-                     "compute_capability": offered["compute_capability"] or "none (no GPU)",
-                     "memory_bytes": total, "free_bytes": free},
+        "hardware": {
+            "device": device.name,
+            "architecture": device.architecture,
+            "compute_capability": offered["compute_capability"] or "none (no GPU)",
+            "memory_bytes": total,
+            "free_bytes": free,
+        },
         "versions": versions(),
         "attention_backends": offered["backends"],  # for a common model, until ours is known
-    }  # fmt: skip
+    }
     try:
         path = resolve_model(config.model, offline=True, progress=False)
     except ModelError as error:  # a model that is not here yet is no mistake; a broken one is
@@ -67,12 +71,21 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts))
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     facts["model"] = {
-        "name": config.model, "path": str(path), "architecture": model.architecture, "dtype": str(dtype)[6:],
-        "num_layers": model.num_layers, "hidden_size": model.hidden_size, "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "vocab_size": model.vocab_size,
-        "max_model_len": max_model_len, "num_parameters": num_parameters,
-        "weight_bytes": num_parameters * dtype.itemsize, "sampling_defaults": str(defaults),
-    }  # fmt: skip
+        "name": config.model,
+        "path": str(path),
+        "architecture": model.architecture,
+        "dtype": str(dtype)[6:],
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_model_len": max_model_len,
+        "num_parameters": num_parameters,
+        "weight_bytes": num_parameters * dtype.itemsize,
+        "sampling_defaults": str(defaults),
+    }
     if low_rank is not None:
         facts["model"]["experts"] = low_rank.notice
     if unused := options_without_effect(config, device.is_gpu, expected_placement(config, model, device)):
@@ -107,9 +120,12 @@ def plan_memory(
         num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // block_size))
     num_tokens = num_blocks * block_size
     return {
-        **plan, "kv_blocks": num_blocks, "kv_bytes": num_blocks * layout.bytes_per_block, "kv_tokens": num_tokens,
+        **plan,
+        "kv_blocks": num_blocks,
+        "kv_bytes": num_blocks * layout.bytes_per_block,
+        "kv_tokens": num_tokens,
         "full_length_sequences": round(num_tokens / max_model_len, 2),
-    }  # fmt: skip
+    }
 
 
 def show(facts: dict[str, Any]) -> None:

@@ -45,9 +45,15 @@ def int_or_none(value: Any) -> int | None:
 
 
 METAVARS: dict[Any, str] = {
-    str: "TEXT", str | None: "TEXT", list[str]: "TEXT", int: "INT", int | None: "INT|none", list[int]: "INT",
-    float: "FLOAT", float | None: "FLOAT",
-}  # fmt: skip
+    str: "TEXT",
+    str | None: "TEXT",
+    list[str]: "TEXT",
+    int: "INT",
+    int | None: "INT|none",
+    list[int]: "INT",
+    float: "FLOAT",
+    float | None: "FLOAT",
+}
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,20 @@ class PlanOptions:
         return EngineConfig.from_options(**given)
 
 
-COMMON = frozenset({
-    "model", "gpu_memory_gb", "host_memory_gb", "max_model_len", "max_num_seqs", "expert_placement", "measure",
-    "tensor_parallel_size", "hosts", "table",
-})  # fmt: skip
+COMMON = frozenset(
+    {
+        "model",
+        "gpu_memory_gb",
+        "host_memory_gb",
+        "max_model_len",
+        "max_num_seqs",
+        "expert_placement",
+        "measure",
+        "tensor_parallel_size",
+        "hosts",
+        "table",
+    }
+)
 PLAN = OptionGroup(
     title="Plan",
     of=PlanOptions,
@@ -313,9 +323,12 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         return {**record, **reason, "fewest_gpus": fewest_gpus(plan)}
     tiers = plan.tiers
     record["tiers"] = {
-        **dataclasses.asdict(tiers), "num_cached": tiers.num_cached, "num_slots": tiers.num_slots,
-        "gpu_expert_bytes": tiers.gpu_expert_bytes, "lone_experts": tiers.lone_experts,
-    }  # fmt: skip
+        **dataclasses.asdict(tiers),
+        "num_cached": tiers.num_cached,
+        "num_slots": tiers.num_slots,
+        "gpu_expert_bytes": tiers.gpu_expert_bytes,
+        "lone_experts": tiers.lone_experts,
+    }
     record["speeds"] = {
         str(batch): {"low": dataclasses.asdict(low), "high": dataclasses.asdict(high)}
         for batch in BATCHES
@@ -353,8 +366,9 @@ def show_plan(plan: Plan) -> None:
         if more := fewest_gpus(plan):
             console.print(f"{more} such GPUs hold it: --tensor-parallel-size {more}")
         return
-    places = Table("what", "where", "how many", "GiB", title=f"what goes where: {plan.tiers.placement}",
-                   title_justify="left")  # fmt: skip
+    places = Table(
+        "what", "where", "how many", "GiB", title=f"what goes where: {plan.tiers.placement}", title_justify="left"
+    )
     for what, where, count, num_bytes in rows(plan):
         places.add_row(what, where, count, f"{num_bytes / GIB:.2f}")
     console.print(places)
@@ -362,8 +376,10 @@ def show_plan(plan: Plan) -> None:
         show_speeds(plan, console)
     if layout.num_ranks > 1 and plan.tiers.placement == "resident":
         show_scaling(plan, console)
-    console.print(f"longest context: {plan.tiers.longest_context} tokens for one sequence; with the settings below "
-                  f"the KV cache holds {plan.tiers.kv_tokens} tokens")  # fmt: skip
+    console.print(
+        f"longest context: {plan.tiers.longest_context} tokens for one sequence; with the settings below "
+        f"the KV cache holds {plan.tiers.kv_tokens} tokens"
+    )
     for line in plan.tiers.notes:
         console.print(f"note: {line}")
     console.print(f"\nsettings:\n{plan.command}")
@@ -372,8 +388,14 @@ def show_plan(plan: Plan) -> None:
 def show_speeds(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    speeds = Table("sequences", "tokens a second, at most", "GB copied a token", "of them from disk",
-                   title="speed, all together", title_justify="left")  # fmt: skip
+    speeds = Table(
+        "sequences",
+        "tokens a second, at most",
+        "GB copied a token",
+        "of them from disk",
+        title="speed, all together",
+        title_justify="left",
+    )
     for batch in BATCHES:
         low, high = plan.speeds(batch)
         copied, disk = (
@@ -382,8 +404,9 @@ def show_speeds(plan: Plan, console: Console) -> None:
         )
         speeds.add_row(str(batch), f"{rate(low)} to {rate(high)}", copied, disk)
     console.print(speeds)
-    console.print("Limits of the links, not promises; the range is from even routing to skewed. "
-                  f"{'; '.join(plan.assumptions)}.")  # fmt: skip
+    console.print(
+        f"Limits of the links, not promises; the range is from even routing to skewed. {'; '.join(plan.assumptions)}."
+    )
     if plan.scaling.layout.num_ranks > 1:
         talking = ", ".join(f"{work.cost.talking * 1e3:.2f} ms for {work.name}" for work in plan.scaling.works)
         console.print(f"What the GPUs say to each other comes on top, in each step: {talking} (computed).")
@@ -401,8 +424,10 @@ def show_scaling(plan: Plan, console: Console) -> None:
     alone = "one such GPU"
     if whole.dense_bytes + whole.all_experts_bytes > plan.memory.usable_bytes:
         alone += ", if the model fitted in it (it does not)"
-    console.print(f"Sequences and prompts of 1024 tokens. Speed-up: over {alone}. All of this is computed, nothing was "
-                  f"measured on several GPUs: {'; '.join(plan.scaling.assumptions)}.")  # fmt: skip
+    console.print(
+        f"Sequences and prompts of 1024 tokens. Speed-up: over {alone}. All of this is computed, nothing was "
+        f"measured on several GPUs: {'; '.join(plan.scaling.assumptions)}."
+    )
 
 
 def rate(speed: Speed) -> str:

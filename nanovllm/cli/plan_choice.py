@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 MIN_LEN = 256  # below that nobody wants to use it
 
 
-def choose(
-    memory: Memory, model: ModelFacts, options: PlanOptions
-) -> tuple[Wants, Tiers | None, DoesNotFit | None]:
+def choose(memory: Memory, model: ModelFacts, options: PlanOptions) -> tuple[Wants, Tiers | None, DoesNotFit | None]:
     """Settings that fit. First few sequences and a short context, to see whether and how the model runs at all; then as
     much as that leaves room for."""
     trained = model.trained_len or model.config.max_position_embeddings

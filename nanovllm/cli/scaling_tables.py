@@ -153,10 +153,12 @@ def _check_positive(name: str, value: float) -> None:
 def scaling_record(scaling: Scaling) -> dict[str, Any]:
     works = {
         work.name: {
-            "tokens_per_second": work.tokens_per_second, "speedup": work.speedup, **dataclasses.asdict(work.cost),
+            "tokens_per_second": work.tokens_per_second,
+            "speedup": work.speedup,
+            **dataclasses.asdict(work.cost),
         }
         for work in scaling.works
-    }  # fmt: skip
+    }
     parts = {"layout": dataclasses.asdict(scaling.layout), "machine": dataclasses.asdict(scaling.machine)}
     return {**parts, "works": works, "assumptions": list(scaling.assumptions)}
 
@@ -173,10 +175,16 @@ def scaling_rows(scaling: Scaling, model: ModelFacts) -> list[list[str]]:
         cost = work.cost
         sizes = [times * work.tokens * per_token, cost.sent_bytes]
         sizes += [cost.exchanged_bytes] * (times == 1) + [cost.network_bytes] * (scaling.layout.num_hosts > 1)
-        found.append([
-            work.name, _rate(work.tokens_per_second), f"{work.speedup:.2f}", f"{cost.computing * 1e3:.2f}",
-            f"{cost.talking * 1e3:.2f}", *(_megabytes(size) for size in sizes),
-        ])  # fmt: skip
+        found.append(
+            [
+                work.name,
+                _rate(work.tokens_per_second),
+                f"{work.speedup:.2f}",
+                f"{cost.computing * 1e3:.2f}",
+                f"{cost.talking * 1e3:.2f}",
+                *(_megabytes(size) for size in sizes),
+            ]
+        )
     return found
 
 

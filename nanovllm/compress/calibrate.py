@@ -109,14 +109,19 @@ class Calibration:
             logger.warning(
                 "calibration: %d of %d experts saw fewer rows than the hidden size of %d, %d of them none at all; they "
                 "are compressed by their weights more than by their inputs: calibrate on more text, of more kinds",
-                len(few), len(counts), hidden, few.count(0),
-            )  # fmt: skip
+                len(few),
+                len(counts),
+                hidden,
+                few.count(0),
+            )
         least = min(self.facts.get("effective_ranks", {}).values(), default=hidden)
         if least < NARROW * hidden:
             logger.warning(
                 "calibration: the inputs of a layer have an effective rank of %d of %d; the text is too uniform, and "
-                "says nothing about other text: calibrate on running text of many kinds", least, hidden,
-            )  # fmt: skip
+                "says nothing about other text: calibrate on running text of many kinds",
+                least,
+                hidden,
+            )
         return least < NARROW * hidden
 
 
@@ -169,11 +174,20 @@ def collect(
         state = {"format": FORMAT, "teacher_hash": teacher, "cap_per_group": cap, "source": fitting.facts()}
         windows = prepare(partial, state, make_windows)
         facts: dict[str, Any] = {
-            "format": FORMAT, "version": VERSION, "model": str(model_path), "teacher_hash": teacher,
-            "hash": _hash(windows, teacher, cap), "num_windows": len(windows), "window": windows.ids.shape[1],
-            "num_tokens": windows.num_tokens, "cap_per_group": cap, "layer_ids": list(model.layer_ids),
-            "text": source.text and str(source.text), "counts": {}, "effective_ranks": {},
-        }  # fmt: skip
+            "format": FORMAT,
+            "version": VERSION,
+            "model": str(model_path),
+            "teacher_hash": teacher,
+            "hash": _hash(windows, teacher, cap),
+            "num_windows": len(windows),
+            "window": windows.ids.shape[1],
+            "num_tokens": windows.num_tokens,
+            "cap_per_group": cap,
+            "layer_ids": list(model.layer_ids),
+            "text": source.text and str(source.text),
+            "counts": {},
+            "effective_ranks": {},
+        }
         stream = Stream(model, windows, chunk)
         for layer in tqdm(range(model.num_layers), desc="calibrating", unit="layer", disable=None):
             rows = stream.enter(layer)
@@ -253,8 +267,13 @@ def layer_statistics(model: WindowModel, rows: Rows, experts: list[Expert], cap:
     for part in zip(*(t[fitted].split(ROWS_AT_A_TIME) for t in (rows.x, rows.ids, rows.weights))):
         gram(run(*(t.to(device) for t in part)), out_gram)
     pooled = torch.stack(grams).sum(0, dtype=torch.float64).to(device)
-    return {"gram": torch.stack(grams), "out_gram": out_gram.float().cpu(), "rows": torch.stack(kept),
-            "row_weights": torch.stack(kept_weights), "effective_rank": effective_rank(pooled)}  # fmt: skip
+    return {
+        "gram": torch.stack(grams),
+        "out_gram": out_gram.float().cpu(),
+        "rows": torch.stack(kept),
+        "row_weights": torch.stack(kept_weights),
+        "effective_rank": effective_rank(pooled),
+    }
 
 
 def effective_rank(pooled: torch.Tensor) -> torch.Tensor:

@@ -100,14 +100,24 @@ class Job:
         others = {"refine_steps", "rank", "target_ratio"}
         options = {k: v for k, v in dataclasses.asdict(self.options).items() if k not in others}
         ranks = {str(layer): ranks for layer, ranks in self.ranks.items()}
-        return {"format": FORMAT, "options": options, "ranks": ranks, "dtype": self.dtype, "teacher_hash": self.teacher,
-                "calibration_hash": self.calibration and self.calibration.hash}  # fmt: skip
+        return {
+            "format": FORMAT,
+            "options": options,
+            "ranks": ranks,
+            "dtype": self.dtype,
+            "teacher_hash": self.teacher,
+            "calibration_hash": self.calibration and self.calibration.hash,
+        }
 
 
 def compress(
-    model_path: Path, calib_path: Path | None, output_dir: Path | None, options: Options, device: str = "auto",
+    model_path: Path,
+    calib_path: Path | None,
+    output_dir: Path | None,
+    options: Options,
+    device: str = "auto",
     announce: bool = True,
-) -> SvdMetadata:  # fmt: skip
+) -> SvdMetadata:
     """Make `output_dir` (default: svd_experts in the model's folder). `announce`: print first what to expect."""
     if output_dir is None and Path(model_path).is_file():
         raise ConfigError(f"--model-path {model_path}: is a file, and not a folder for {FOLDER}; give --output-dir")
@@ -124,9 +134,7 @@ def compress(
         torch.set_float32_matmul_precision(precision)
 
 
-def plan_job(
-    model: WindowModel, calib_path: Path | None, folder: Path, options: Options, announce: bool = True
-) -> Job:
+def plan_job(model: WindowModel, calib_path: Path | None, folder: Path, options: Options, announce: bool = True) -> Job:
     teacher = teacher_hash(model.checkpoint)
     calibration = None
     if options.method == "distilled":
@@ -283,15 +291,22 @@ def finish(job: Job, whole: Path) -> SvdMetadata:
     model, moe = job.model, job.model.moe
     dense = 3 * model.config.hidden_size * moe.intermediate_size * moe.num_experts * len(model.layer_ids)
     metadata = SvdMetadata(
-        method=job.options.method, mode=job.options.mode, dtype=job.dtype, layer_ids=model.layer_ids,
-        num_experts=moe.num_experts, hidden_size=model.config.hidden_size, intermediate_size=moe.intermediate_size,
+        method=job.options.method,
+        mode=job.options.mode,
+        dtype=job.dtype,
+        layer_ids=model.layer_ids,
+        num_experts=moe.num_experts,
+        hidden_size=model.config.hidden_size,
+        intermediate_size=moe.intermediate_size,
         ranks={layer: factors.ranks for layer, factors in job.done.items()},
         w2_modes={layer: factors.w2_mode for layer, factors in job.done.items()},
-        ridge=job.options.ridge, teacher_hash=job.teacher,
+        ridge=job.options.ridge,
+        teacher_hash=job.teacher,
         calibration_hash=job.calibration.hash if job.calibration else None,
         kept=sum(factors.num_values() for factors in job.done.values()) / dense,
-        heldout_errors=job.errors, options=dataclasses.asdict(job.options),
-    )  # fmt: skip
+        heldout_errors=job.errors,
+        options=dataclasses.asdict(job.options),
+    )
     write_metadata(whole, metadata)
     # What says that a layer is finished goes first: a kill here costs time, and leaves nothing that only looks whole.
     for path in (*sorted(whole.glob("layer_*.json")), *sorted(whole.glob("U_layer_*")), whole / STATE):

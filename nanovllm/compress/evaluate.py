@@ -115,6 +115,10 @@ def measure(model: WindowModel, windows: Windows, layers: Mapping[int, Factors],
         sums["num_scored"] += int(scored.sum())
     count = windows.num_tokens
     return Quality(
-        count, math.exp(sums["teacher_nll"] / sums["num_scored"]), math.exp(min(700, sums["nll"] / sums["num_scored"])),
-        sums["kl"] / count, sums["top1"] / count, sums["router"] / max(1, sums["num_routed"]),
-    )  # fmt: skip
+        count,
+        math.exp(sums["teacher_nll"] / sums["num_scored"]),
+        math.exp(min(700, sums["nll"] / sums["num_scored"])),
+        sums["kl"] / count,
+        sums["top1"] / count,
+        sums["router"] / max(1, sums["num_routed"]),
+    )

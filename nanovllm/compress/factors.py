@@ -102,7 +102,5 @@ class Factors:
         if facts.mode == "shared":
             u = {w: u_tensors[u_key(layer, w)] for w in MATRICES}
         else:
-            u = {
-                w: torch.stack([u_tensors[u_key(layer, w, e)] for e in range(facts.num_experts)]) for w in MATRICES
-            }
+            u = {w: torch.stack([u_tensors[u_key(layer, w, e)] for e in range(facts.num_experts)]) for w in MATRICES}
         return cls(facts.mode, w2_mode, u, v)

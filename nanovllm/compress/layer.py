@@ -52,9 +52,7 @@ def pca_layer(experts: list[Expert], ranks: dict[str, int], w2_mode: str, dtype:
     return Factors("shared", w2_mode, u, v).to(dtype)
 
 
-def distil_layer(
-    rows: Rows, experts: list[Expert], ranks: dict[str, int], w2_mode: str, how: Fit
-) -> Factors:
+def distil_layer(rows: Rows, experts: list[Expert], ranks: dict[str, int], w2_mode: str, how: Fit) -> Factors:
     """Method 2. `ranks["w2"]` belongs to `w2_mode`."""
     front = fit_front(rows, experts, ranks, how)
     return fit_w2(rows, experts, front, ranks["w2"], w2_mode, how)

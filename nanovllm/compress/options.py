@@ -25,8 +25,11 @@ class Options:
     refine_steps: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, known in (("mode", self.mode, MODES), ("w2-mode", self.w2_mode, (*W2_MODES, "auto")),
-                                   ("dtype", self.dtype, (*DTYPES, "auto"))):  # fmt: skip
+        for name, value, known in (
+            ("mode", self.mode, MODES),
+            ("w2-mode", self.w2_mode, (*W2_MODES, "auto")),
+            ("dtype", self.dtype, (*DTYPES, "auto")),
+        ):
             if value not in known:
                 raise ConfigError(f"--{name} {value!r}: must be one of {', '.join(known)}")
         for name in ("rank", "chunk", "chunk_w2", "pca_oversample"):

@@ -43,8 +43,14 @@ WORDS = (  # perplexity by the model's -> the text: of what is predicted and of 
 FAIR = 1.5  # what a better rank is searched for: a little worse
 
 MEASURED = (  # predicted error -> perplexity by the teacher's: docs/low-rank-experts.md, chapter 9, PCA and closed form
-    (0.0, 1.0), (0.414, 1.32), (0.586, 1.88), (0.658, 2.96), (0.829, 9.6), (0.864, 11.3), (0.964, 56.5),
-)  # fmt: skip
+    (0.0, 1.0),
+    (0.414, 1.32),
+    (0.586, 1.88),
+    (0.658, 2.96),
+    (0.829, 9.6),
+    (0.864, 11.3),
+    (0.964, 56.5),
+)
 
 
 def perplexity_range(error: float) -> tuple[float, float]:
@@ -195,8 +201,10 @@ def describe_damage(model: WindowModel, losses: Losses, ranks: Ranks, options: O
         return f"{text}; what becomes of the text cannot be predicted from this calibration"
     error = predict_error(model, losses, ranks)
     times = perplexity_range(error)
-    text += (f"; predicted error of a layer's output {error:.2f}: {text_in_words(*times)} (perplexity "
-             f"{describe_range(times)} the model's, going by two small ones)")  # fmt: skip
+    text += (
+        f"; predicted error of a layer's output {error:.2f}: {text_in_words(*times)} (perplexity "
+        f"{describe_range(times)} the model's, going by two small ones)"
+    )
     if times[1] <= FAIR:
         return text
     for rank in range(1, model.config.hidden_size + 1):
@@ -206,6 +214,8 @@ def describe_damage(model: WindowModel, losses: Losses, ranks: Ranks, options: O
             continue
         if (kept := kept_share(model, better, options)) >= 1:
             break
-        return (f"{text}; rank {rank} ({bound}{kept:.0%}) is the smallest with {text_in_words(*times)}: "
-                f"{describe_range(times)}")  # fmt: skip
+        return (
+            f"{text}; rank {rank} ({bound}{kept:.0%}) is the smallest with {text_in_words(*times)}: "
+            f"{describe_range(times)}"
+        )
     return f"{text}; no rank that saves bytes is predicted to keep the text, so measure with `report` before you use it"

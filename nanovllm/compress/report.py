@@ -64,22 +64,34 @@ class Point:
     def cells(self) -> list[Any]:
         errors, q = self.layer_errors, self.quality
         return [
-            self.method, self.rank, f"{self.metadata.kept:.1%}",
-            f"{self.num_bytes() / 1e6:.2f}", f"{self.predicted_error:.3f}",
-            f"{sum(errors) / len(errors):.3f}" if errors else "", f"{q.kl:.3f}", f"{q.perplexity:.1f}",
-            f"{q.top1:.1%}", f"{q.router:.1%}", rate(self.speed), f"{self.seconds:.0f}",
-        ]  # fmt: skip
+            self.method,
+            self.rank,
+            f"{self.metadata.kept:.1%}",
+            f"{self.num_bytes() / 1e6:.2f}",
+            f"{self.predicted_error:.3f}",
+            f"{sum(errors) / len(errors):.3f}" if errors else "",
+            f"{q.kl:.3f}",
+            f"{q.perplexity:.1f}",
+            f"{q.top1:.1%}",
+            f"{q.router:.1%}",
+            rate(self.speed),
+            f"{self.seconds:.0f}",
+        ]
 
     def record(self) -> dict[str, Any]:
         return {
-            "method": self.method, "rank": self.rank, "kept": self.metadata.kept, "bytes": self.num_bytes(),
+            "method": self.method,
+            "rank": self.rank,
+            "kept": self.metadata.kept,
+            "bytes": self.num_bytes(),
             "predicted_error": self.predicted_error,
             "predicted_perplexity_times": [t if t < math.inf else None for t in perplexity_range(self.predicted_error)],
             "heldout_errors": self.metadata.heldout_errors,
             "w2_modes": {str(k): v for k, v in self.metadata.w2_modes.items()},
-            **dataclasses.asdict(self.quality), "seconds": self.seconds,
+            **dataclasses.asdict(self.quality),
+            "seconds": self.seconds,
             "speed": self.speed and dataclasses.asdict(self.speed),
-        }  # fmt: skip
+        }
 
 
 def rate(speed: Speed | None) -> str:
@@ -112,8 +124,10 @@ class Findings:
 
     def record(self) -> dict[str, Any]:
         """`speed` says where it was measured; it is of that device alone."""
-        teacher = {"perplexity": self.points[0].quality.teacher_perplexity,
-                   "speed": self.teacher_speed and dataclasses.asdict(self.teacher_speed)}  # fmt: skip
+        teacher = {
+            "perplexity": self.points[0].quality.teacher_perplexity,
+            "speed": self.teacher_speed and dataclasses.asdict(self.teacher_speed),
+        }
         return {"teacher": teacher, "results": [point.record() for point in self.points]}
 
 
@@ -133,9 +147,7 @@ def sweep(model_path: Path, calib_path: Path, plan: Plan, scratch: Path) -> Find
     return Findings([dataclasses.replace(p, speed=s) for p, s in zip(points, speeds[1:])], speeds[0])
 
 
-def measure_points(
-    model_path: Path, calib_path: Path, plan: Plan, scratch: Path
-) -> tuple[list[Point], list[int], int]:
+def measure_points(model_path: Path, calib_path: Path, plan: Plan, scratch: Path) -> tuple[list[Point], list[int], int]:
     """(points without speeds, the beginning of the text, the longest sequence the model takes)."""
     points = []
     with open_windows(model_path, Device.choose(plan.device), 512) as model:
@@ -145,8 +157,12 @@ def measure_points(
         calibration = load_calibration(calib_path, teacher_hash(model.checkpoint))
         calibration.warn(model.config.hidden_size)
         if (seen := share_seen(windows, calibration.windows)) > SEEN:
-            logger.warning("--text %s: %.0f %% of it is in the calibration's text too, so the figures below are too "
-                           "good; measure on other text", plan.text, 100 * seen)  # fmt: skip
+            logger.warning(
+                "--text %s: %.0f %% of it is in the calibration's text too, so the figures below are too "
+                "good; measure on other text",
+                plan.text,
+                100 * seen,
+            )
         losses = {"pca": predict_losses(model, None), "distilled": predict_losses(model, calibration)}
         sweep = list(itertools.product(plan.ranks, ("pca", "distilled")))
         for rank, method in tqdm(sweep, desc="report", unit="point", disable=None):
@@ -185,8 +201,11 @@ def speed_or_none(
 def lines(points: Sequence[Point]) -> dict[str, dict[str, dict[str, list[tuple[float, float]]]]]:
     """For bench.report.plot_lines."""
     charts: dict[str, dict[str, dict[str, list[tuple[float, float]]]]] = {}
-    for unit, of in ((KL, lambda p: max(LEAST_KL, p.quality.kl)), (PERPLEXITY, lambda p: p.quality.perplexity),
-                     ("tokens a second here", lambda p: p.speed and p.speed.tokens_per_second)):  # fmt: skip
+    for unit, of in (
+        (KL, lambda p: max(LEAST_KL, p.quality.kl)),
+        (PERPLEXITY, lambda p: p.quality.perplexity),
+        ("tokens a second here", lambda p: p.speed and p.speed.tokens_per_second),
+    ):
         series: dict[str, list[tuple[float, float]]] = {}
         for point in points:
             if (value := of(point)) is not None:
@@ -204,6 +223,8 @@ def summary(points: Sequence[Point]) -> str:
     parts = [f"the model itself has perplexity {teacher:.1f}"]
     for point in points:
         ratio = point.quality.perplexity / teacher
-        parts.append(f"{point.method} rank {point.rank} ({point.metadata.kept:.0%}) {ratio:.2f} times that "
-                     f"({text_in_words(ratio)})")  # fmt: skip
+        parts.append(
+            f"{point.method} rank {point.rank} ({point.metadata.kept:.0%}) {ratio:.2f} times that "
+            f"({text_in_words(ratio)})"
+        )
     return "; ".join(parts)

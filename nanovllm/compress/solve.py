@@ -134,9 +134,7 @@ def fit(
     return correct(prior, k, u.T @ cross - k @ prior, ridge, num_rows)
 
 
-def correct(
-    prior: torch.Tensor, k: torch.Tensor, missing: torch.Tensor, ridge: float, num_rows: int
-) -> torch.Tensor:
+def correct(prior: torch.Tensor, k: torch.Tensor, missing: torch.Tensor, ridge: float, num_rows: int) -> torch.Tensor:
     """The same when inputs z are already in the coordinates of U: k [r, r] = z^T z, missing [r, d] = z^T (T - z V0).
     Where the prior is right that is nothing, row by row, which a difference of two sums would not be."""
     size = len(k)

@@ -24,13 +24,23 @@ PIECE = 4  # tokens of a prompt that is cut from a text: a few, so that the mode
 DISABLE = "NANOVLLM_DISABLE_SVD"
 
 _FORMS = (
-    "Write a short story about {}.", "Explain to a child what {} is.", "List ten facts about {}.",
-    "Write a letter to a newspaper about {}.", "What is the history of {}?", "Describe {} in one paragraph.",
-    "Give arguments for and against {}.", "Write a dialogue in which two friends talk about {}.",
-    "How does {} change daily life?", "Summarise what is known about {}.", "The most common mistake about {} is",
-    "In the year 2050, {} will", "def describe(): # prints a text about {}", "Q: Why does {} matter?\nA:",
-    "An introduction to {}\n\n1.", "Poem: {}\n",
-)  # fmt: skip
+    "Write a short story about {}.",
+    "Explain to a child what {} is.",
+    "List ten facts about {}.",
+    "Write a letter to a newspaper about {}.",
+    "What is the history of {}?",
+    "Describe {} in one paragraph.",
+    "Give arguments for and against {}.",
+    "Write a dialogue in which two friends talk about {}.",
+    "How does {} change daily life?",
+    "Summarise what is known about {}.",
+    "The most common mistake about {} is",
+    "In the year 2050, {} will",
+    "def describe(): # prints a text about {}",
+    "Q: Why does {} matter?\nA:",
+    "An introduction to {}\n\n1.",
+    "Poem: {}\n",
+)
 _SUBJECTS = (
     "the sea", "public libraries", "railways", "bees", "the printing press", "volcanoes", "chess", "bread", "taxes",
     "the immune system", "bridges", "the night sky", "rivers", "music", "electric motors", "forests", "democracy",
@@ -74,8 +84,10 @@ class Windows:
 
 
 def join(parts: Sequence[Windows]) -> Windows:
-    return Windows.pack([ids[:n].tolist() for part in parts for ids, n in zip(part.ids, part.lens.tolist())],
-                        max((part.ids.shape[1] for part in parts), default=0))  # fmt: skip
+    return Windows.pack(
+        [ids[:n].tolist() for part in parts for ids, n in zip(part.ids, part.lens.tolist())],
+        max((part.ids.shape[1] for part in parts), default=0),
+    )
 
 
 def read_tokens(tokenizer: Any, path: Path) -> list[int]:

@@ -154,8 +154,9 @@ class WindowModel:
             gate_up, down = (f"layers.{i}.mlp.experts.{name}.weight" for name in ("gate_up", "down"))
             places[gate_up] = {
                 f"{e}.{part}": OnDisk((size, hidden), partial(experts.remember, e, PARTS[part]))
-                for e in range(moe.num_experts) for part in ("gate", "up")
-            }  # fmt: skip
+                for e in range(moe.num_experts)
+                for part in ("gate", "up")
+            }
             places[down] = {
                 str(e): OnDisk((hidden, size), partial(experts.remember, e, "w2")) for e in range(moe.num_experts)
             }

@@ -111,10 +111,14 @@ class InputProcessor:
             rows, shown = self.control_tokens.clean_chat(rows, shown)
         try:
             text = self.tokenizer.apply_chat_template(
-                rows, tokenize=False, tools=shown or None,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                chat_template=chat_template, **extra,
-            )  # fmt: skip
+                rows,
+                tokenize=False,
+                tools=shown or None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **extra,
+            )
         except RequestError:
             raise
         except Exception as error:  # templates raise what they like (TemplateError, TypeError, ...) on odd messages

@@ -111,9 +111,14 @@ class LLMEngine:
         return parsed
 
     def add_request(
-        self, request_id: str, prompt: Prompt | EngineInput, params: SamplingParams | None = None, *,
-        priority: int = 0, final_only: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        request_id: str,
+        prompt: Prompt | EngineInput,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        final_only: bool = False,
+    ) -> None:
         params = SamplingParams(**self.sampling_defaults.values) if params is None else params
         parsed = self.check(prompt, params, priority)  # type: ignore[arg-type]
         params = self.grammars.compiled(params)

@@ -89,16 +89,35 @@ _BLOCKS = _list_of(_block)
 _IDS = _list_of(_count)
 _LEFT = _list_of(_row(_count, _one_of(*REASONS)))
 _COUNTS: dict[str, Check] = {"free": _count, "hits": _count, "queries": _count, "preemptions": _count}
-_SEQ = _object({
-    "id": _count, "request": _text, "status": _one_of("waiting", "running"), "prompt": _count, "max_tokens": _count,
-    "tokens": _count, "computed": _count, "preemptions": _count, "cached": _count, "blocks": _BLOCKS,
-})  # fmt: skip
+_SEQ = _object(
+    {
+        "id": _count,
+        "request": _text,
+        "status": _one_of("waiting", "running"),
+        "prompt": _count,
+        "max_tokens": _count,
+        "tokens": _count,
+        "computed": _count,
+        "preemptions": _count,
+        "cached": _count,
+        "blocks": _BLOCKS,
+    }
+)
 HEADER: dict[str, Check] = {
-    "type": _one_of("header"), "format": _count, "version": _text, "model": _text, "policy": _text,
-    "num_blocks": lambda value, _: _count(value) and 0 < value <= MAX_BLOCKS, "block_size": _count,
-    "max_num_seqs": _count, "max_num_batched_tokens": _count, "max_model_len": _count, "prefix_caching": _flag,
-    "paused": _flag, "device": _text,
-}  # fmt: skip
+    "type": _one_of("header"),
+    "format": _count,
+    "version": _text,
+    "model": _text,
+    "policy": _text,
+    "num_blocks": lambda value, _: _count(value) and 0 < value <= MAX_BLOCKS,
+    "block_size": _count,
+    "max_num_seqs": _count,
+    "max_num_batched_tokens": _count,
+    "max_model_len": _count,
+    "prefix_caching": _flag,
+    "paused": _flag,
+    "device": _text,
+}
 FIELDS: dict[str, dict[str, Check]] = {
     "snapshot": {
         "step": _count, "policy": _text, "paused": _flag, "flights": _IDS, "num_waiting": _count,
@@ -285,11 +304,13 @@ class Trace:
         last = next((e for e in reversed(self.events) if "hits" in e), {"hits": 0, "queries": 0})
         done = [event for event in self.events if event["type"] == "done"]
         return {
-            "seconds": self.events[-1]["t"], "events": dict(kinds), "left": dict(left),
+            "seconds": self.events[-1]["t"],
+            "events": dict(kinds),
+            "left": dict(left),
             "tokens": sum(event["tokens"] for event in done),
             "step_ms": sorted(event["ms"] for event in done)[len(done) // 2] if done else None,
             "hit_rate": last["hits"] / last["queries"] if last["queries"] else None,
-        }  # fmt: skip
+        }
 
 
 def read_trace(path: str | Path) -> Trace:

@@ -52,9 +52,14 @@ class Completion:
                 self.detokenizer.finish()
             self.text += self.detokenizer.take()
         return CompletionDelta(
-            self.index, self.num_told, token_ids, [self.text] if self.text else [], self.logprobs,
-            self.cumulative_logprob, *self._end(),
-        )  # fmt: skip
+            self.index,
+            self.num_told,
+            token_ids,
+            [self.text] if self.text else [],
+            self.logprobs,
+            self.cumulative_logprob,
+            *self._end(),
+        )
 
     def _end(self) -> tuple[str | None, int | str | None]:
         """(finish_reason, stop_reason). A text that ends because its grammar was given up is cut off, not complete."""
@@ -112,9 +117,12 @@ class Request:
         self.metrics.experts = since.summary()
         logger.info(
             "experts: %.0f %% found on the device, %.3f GB copied a token, %.2f s waited for copies, %.0f %% of the "
-            "guesses right", 100 * since.hit_rate, since.bytes_per_token / 1e9, since.stall_seconds,
+            "guesses right",
+            100 * since.hit_rate,
+            since.bytes_per_token / 1e9,
+            since.stall_seconds,
             100 * since.prefetch_precision,
-        )  # fmt: skip
+        )
 
     def add_logprobs(self, completion: Completion, scores: list[TokenLogprobs | None]) -> None:
         for score in scores:
@@ -155,9 +163,16 @@ class Request:
         if finished:
             self.metrics.num_preemptions = sum(completion.seq.num_preemptions for completion in self.completions)
         return RequestDelta(
-            self.request_id, self.input.text, self.input.token_ids, outputs, finished, self.prompt_logprobs,
-            self.completions[0].seq.num_cached_tokens, self.metrics, error,
-        )  # fmt: skip
+            self.request_id,
+            self.input.text,
+            self.input.token_ids,
+            outputs,
+            finished,
+            self.prompt_logprobs,
+            self.completions[0].seq.num_cached_tokens,
+            self.metrics,
+            error,
+        )
 
     def told(self, delta: RequestDelta) -> None:
         """The delta is where the caller gets it. Apart from `delta` so that an interrupt between the two loses nothing;

@@ -167,11 +167,17 @@ class Watcher:
 
     def _describe(self, seq: Sequence) -> dict[str, Any]:
         return {
-            "id": seq.seq_id, "request": self._request_of(seq.seq_id)[:MAX_TEXT], "status": seq.status.value,
-            "prompt": seq.num_prompt, "max_tokens": seq.stop.max_tokens, "tokens": len(seq.token_ids),
-            "computed": seq.num_computed, "preemptions": seq.num_preemptions, "cached": seq.num_cached_tokens,
+            "id": seq.seq_id,
+            "request": self._request_of(seq.seq_id)[:MAX_TEXT],
+            "status": seq.status.value,
+            "prompt": seq.num_prompt,
+            "max_tokens": seq.stop.max_tokens,
+            "tokens": len(seq.token_ids),
+            "computed": seq.num_computed,
+            "preemptions": seq.num_preemptions,
+            "cached": seq.num_cached_tokens,
             "blocks": list(seq.block_table),
-        }  # fmt: skip
+        }
 
     def _line(self) -> list[int]:
         waiting = self._scheduler.waiting
@@ -234,15 +240,24 @@ class Feed:
             reader.put(event)
 
     def _snapshot(
-        self, state: tuple[Any, ...], seqs: list[dict[str, Any]], findable: tuple[list[int], list[int]],
-        held: dict[int, int], counts: tuple[int, ...],
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        state: tuple[Any, ...],
+        seqs: list[dict[str, Any]],
+        findable: tuple[list[int], list[int]],
+        held: dict[int, int],
+        counts: tuple[int, ...],
+    ) -> dict[str, Any]:
         self._running = {seq["id"] for seq in seqs if seq["status"] == "running"}
         named = dict(zip(("step", "policy", "paused", "flights", "num_waiting"), state))
         return {
-            **named, "seqs": seqs, "cached": findable[0], "published": findable[1], "held": list(held),
-            "until": list(held.values()), **_counts(counts),
-        }  # fmt: skip
+            **named,
+            "seqs": seqs,
+            "cached": findable[0],
+            "published": findable[1],
+            "held": list(held),
+            "until": list(held.values()),
+            **_counts(counts),
+        }
 
     def _add(self, seq_id: int, request: str, num_prompt: int, max_tokens: int) -> dict[str, Any]:
         return {"id": seq_id, "request": request, "prompt": num_prompt, "max_tokens": max_tokens}
@@ -252,9 +267,15 @@ class Feed:
         return {"left": pairs, "free": num_free}
 
     def _step(
-        self, plan: StepPlan, ended: list[tuple[int, str]], published: list[int], evicted: list[int],
-        line: list[int], num_waiting: int, counts: tuple[int, ...],
-    ) -> dict[str, Any] | None:  # fmt: skip
+        self,
+        plan: StepPlan,
+        ended: list[tuple[int, str]],
+        published: list[int],
+        evicted: list[int],
+        line: list[int],
+        num_waiting: int,
+        counts: tuple[int, ...],
+    ) -> dict[str, Any] | None:
         # A departure that nothing else explains is a preemption. Departures told before are no longer in _running.
         known = {seq_id for seq_id, _ in ended}
         pairs = ended + [(d, "preempted") for d in plan.departures if d in self._running and d not in known]
@@ -272,22 +293,38 @@ class Feed:
             else:
                 decodes.append(seq_id)
         return {
-            "step": plan.step_id, "k": plan.num_steps, "entries": entries, "decodes": decodes,
+            "step": plan.step_id,
+            "k": plan.num_steps,
+            "entries": entries,
+            "decodes": decodes,
             # What is not computed was found: a sequence that arrives starts behind its cached tokens.
             "arrivals": [(seq_id, start) for seq_id, start, *_ in entries if seq_id in arrived] if arrived else [],
-            "left": pairs, "published": published, "evicted": evicted, "waiting": line, "num_waiting": num_waiting,
+            "left": pairs,
+            "published": published,
+            "evicted": evicted,
+            "waiting": line,
+            "num_waiting": num_waiting,
             **_counts(counts),
-        }  # fmt: skip
+        }
 
     def _done(
-        self, step_id: int, seconds: float, progress: list[Progress], pairs: list[tuple[int, str]],
-        published: list[int], num_free: int,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        step_id: int,
+        seconds: float,
+        progress: list[Progress],
+        pairs: list[tuple[int, str]],
+        published: list[int],
+        num_free: int,
+    ) -> dict[str, Any]:
         self._running.difference_update(seq_id for seq_id, _ in pairs)
         return {
-            "step": step_id, "ms": round(1e3 * seconds, 3), "tokens": sum(len(moved.token_ids) for moved in progress),
-            "left": pairs, "published": published, "free": num_free,
-        }  # fmt: skip
+            "step": step_id,
+            "ms": round(1e3 * seconds, 3),
+            "tokens": sum(len(moved.token_ids) for moved in progress),
+            "left": pairs,
+            "published": published,
+            "free": num_free,
+        }
 
     def _failed(self, step_id: int, why: str) -> dict[str, Any]:
         return {"step": step_id, "why": why}
@@ -307,12 +344,15 @@ def engine_info(engine: LLMEngine, model: str) -> dict[str, Any]:
     """What does not change while an engine runs (but for the policy), for those who watch it."""
     scheduler = engine.scheduler
     return {
-        "version": __version__, "model": model, "policy": scheduler.policy.name,
-        "num_blocks": scheduler.blocks.num_blocks, "block_size": scheduler.blocks.block_size,
+        "version": __version__,
+        "model": model,
+        "policy": scheduler.policy.name,
+        "num_blocks": scheduler.blocks.num_blocks,
+        "block_size": scheduler.blocks.block_size,
         "max_num_seqs": scheduler.limits.max_num_seqs,
         "max_num_batched_tokens": scheduler.limits.max_num_batched_tokens,
         "max_model_len": scheduler.limits.max_model_len,
         "prefix_caching": scheduler.blocks.enable_prefix_caching,
         "paused": engine.watch.is_paused,
         "device": str(engine.describe()["runs_on"]["device"]),
-    }  # fmt: skip
+    }

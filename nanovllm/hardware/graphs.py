@@ -26,9 +26,7 @@ def shared_pool() -> Capture:
     return capture
 
 
-def capture_graph(
-    function: Callable[[], None], pool: Any | None, trial: bool = True
-) -> tuple[Callable[[], None], Any]:
+def capture_graph(function: Callable[[], None], pool: Any | None, trial: bool = True) -> tuple[Callable[[], None], Any]:
     """(replay, memory pool for the next capture). The function is run once first, outside the capture: kernels are
     compiled and libraries set up at their first launch, which a capture does not allow. Without `trial` that has
     happened already, and running it now would change what it works on."""

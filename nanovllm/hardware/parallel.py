@@ -129,9 +129,7 @@ class Parallel:
         """The first `sent[0]` rows go to rank 0, the next to rank 1, ...; what comes is by rank, too. As bytes: a
         library that only adds in some dtypes moves all of them."""
         found = rows.new_empty(sum(received), *rows.shape[1:])
-        self.group.alltoall_base(
-            found.view(torch.uint8), rows.contiguous().view(torch.uint8), received, sent
-        ).wait()
+        self.group.alltoall_base(found.view(torch.uint8), rows.contiguous().view(torch.uint8), received, sent).wait()
         return found
 
     def least(self, number: int) -> int:
@@ -177,9 +175,15 @@ def open_store(port: int, size: int, is_master: bool, timeout: float, host: str 
         listener.listen(max(128, size))
         found = listener.getsockname()[1]
         store = TCPStore(
-            host, found, size, is_master=True, timeout=limit, wait_for_workers=False,
-            master_listen_fd=listener.fileno(), use_libuv=True,
-        )  # fmt: skip
+            host,
+            found,
+            size,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+            use_libuv=True,
+        )
         listener.detach()  # it is the store's now
     return store
 

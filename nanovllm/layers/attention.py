@@ -48,9 +48,16 @@ class HeadNorm(Layer):
 
 class Attention(Layer):
     def __init__(
-        self, hidden: int, spec: AttentionSpec, num_kv_heads: int, backend: AttentionBackend, build: Build,
-        qkv_bias: bool = False, out_bias: bool = False, head_norm_eps: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden: int,
+        spec: AttentionSpec,
+        num_kv_heads: int,
+        backend: AttentionBackend,
+        build: Build,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        head_norm_eps: float | None = None,
+    ) -> None:
         """`spec` is this rank's, `num_kv_heads` the model's: ranks may share one."""
         super().__init__()
         self.spec = spec
@@ -71,7 +78,13 @@ class Attention(Layer):
         """All between the two projections: [tokens, (heads + 2 kv_heads) * head_dim] -> [tokens, heads * head_dim]."""
         norms = None if self.head_norm_eps is None else (self.q_norm.weight, self.k_norm.weight)
         q = self.ops.qk_norm_rope(  # [tokens, heads, head_dim]; this step's K and V are in the cache after it
-            qkv, norms, self.head_norm_eps or 0.0, rope.angles, rope.positions, *cache, step.attention.slots,
+            qkv,
+            norms,
+            self.head_norm_eps or 0.0,
+            rope.angles,
+            rope.positions,
+            *cache,
+            step.attention.slots,
             self.spec.num_heads,
-        )  # fmt: skip
+        )
         return self.backend.attend(q, *cache, step.attention, self.spec).flatten(1)

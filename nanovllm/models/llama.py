@@ -10,7 +10,5 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
 def build(config: ModelConfig, parts: Parts) -> Transformer:
     attention_bias = bool(config.hf.get("attention_bias", False))
-    style = Style(
-        qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=bool(config.hf.get("mlp_bias", False))
-    )
+    style = Style(qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=bool(config.hf.get("mlp_bias", False)))
     return Transformer(config, style, parts)

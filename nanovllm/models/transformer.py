@@ -69,9 +69,15 @@ class DecoderLayer(Layer):
         self.fuses = config.moe is None and build.parallel.size == 1  # sums over ranks or experts stand in between
         self.attention_norm = RMSNorm(config.hidden_size, eps, build)
         self.attention = Attention(
-            config.hidden_size, spec, config.num_kv_heads, parts.backend, build,
-            qkv_bias=style.qkv_bias, out_bias=style.out_bias, head_norm_eps=eps if style.head_norm else None,
-        )  # fmt: skip
+            config.hidden_size,
+            spec,
+            config.num_kv_heads,
+            parts.backend,
+            build,
+            qkv_bias=style.qkv_bias,
+            out_bias=style.out_bias,
+            head_norm_eps=eps if style.head_norm else None,
+        )
         self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
         if config.moe is not None and config.moe.layers[index]:
             self.mlp = MoeLayer(config.moe, config.hidden_size, make_experts(index, config, parts), build)

@@ -122,9 +122,16 @@ class _Content:
 
 class ExpertCache:
     def __init__(
-        self, num_layers: int, num_experts: int, top_k: int, num_cached: int, num_streaming: int, policy: str = "lfu",
-        decay: float = DECAY, num_pieces: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        num_layers: int,
+        num_experts: int,
+        top_k: int,
+        num_cached: int,
+        num_streaming: int,
+        policy: str = "lfu",
+        decay: float = DECAY,
+        num_pieces: int = 1,
+    ) -> None:
         if num_streaming < top_k:
             raise ConfigError(
                 f"{num_cached + num_streaming} expert slots with {num_streaming} for streaming: a token needs "
@@ -417,16 +424,22 @@ class Routing:
 
 
 def simulate_hit_rates(
-    cached: Sequence[int], policy: str = "lfu", routing: Routing | None = None, num_layers: int = 8,
-    num_tokens: int = 800, decay: float = DECAY, seed: int = 0,
-) -> list[float]:  # fmt: skip
+    cached: Sequence[int],
+    policy: str = "lfu",
+    routing: Routing | None = None,
+    num_layers: int = 8,
+    num_tokens: int = 800,
+    decay: float = DECAY,
+    seed: int = 0,
+) -> list[float]:
     """Hit rate of one sequence's decode for each number of experts cached per layer. With few layers the ring, which is
     not of the layer but holds what it held, adds some points."""
     routing = routing or Routing()
     rates = []
     for per_layer in cached:
-        cache = ExpertCache(num_layers, routing.num_experts, routing.top_k, per_layer * num_layers,
-                            2 * routing.top_k, policy, decay)  # fmt: skip
+        cache = ExpertCache(
+            num_layers, routing.num_experts, routing.top_k, per_layer * num_layers, 2 * routing.top_k, policy, decay
+        )
         for number, choices in zip(range(num_tokens), routing.tokens(num_layers, seed)):
             if number == num_tokens // 10:
                 cache.layer_hits, cache.layer_misses = [0] * num_layers, [0] * num_layers  # the start is cold

@@ -76,10 +76,16 @@ class Offload:
     """One per engine. `experts` builds the layers' parts, `places` is for the loader, `watch_gates` comes after it."""
 
     def __init__(
-        self, moe: MoeConfig, hidden: int, build: Build, device: Device, options: OffloadOptions,
-        checkpoint: Checkpoint | None = None, stream: CopyStream | None = None,
+        self,
+        moe: MoeConfig,
+        hidden: int,
+        build: Build,
+        device: Device,
+        options: OffloadOptions,
+        checkpoint: Checkpoint | None = None,
+        stream: CopyStream | None = None,
         layouts: tuple[ExpertLayout, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`layouts` of the sparse layers: None = dense."""
         layers = tuple(i for i, sparse in enumerate(moe.layers) if sparse)
         layouts = layouts or (ExpertLayout.dense(hidden, moe.intermediate_size),) * len(layers)
@@ -121,9 +127,14 @@ class Offload:
 
     def _open_cache(self, options: OffloadOptions, num_pieces: int) -> ExpertCache:
         return ExpertCache(
-            len(self.shape.layers), self.shape.num_experts, self._top_k, options.num_cached, options.num_streaming,
-            options.policy, num_pieces=num_pieces,
-        )  # fmt: skip
+            len(self.shape.layers),
+            self.shape.num_experts,
+            self._top_k,
+            options.num_cached,
+            options.num_streaming,
+            options.policy,
+            num_pieces=num_pieces,
+        )
 
     def _measure_bandwidth(self, memory: torch.Tensor) -> float | None:
         block = self.store.any_block()
@@ -179,18 +190,21 @@ class Offload:
 
     # ---- in two halves: z is what the experts read, `enter(x)` of the layer ------------------------------------------
 
-    def start(
-        self, layer: int, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor
-    ) -> None:
+    def start(self, layer: int, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor) -> None:
         """Rows of `pairs` whose experts are on the device. No host, fixed addresses: may be captured."""
         self._announces = True
         slots = self._table[layer].index_select(0, ids.view(-1)).view(ids.shape)
         self._compute_pairs(layer, z, slots, weights, pairs)
 
     def finish(
-        self, layer: int, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor,
+        self,
+        layer: int,
+        z: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        pairs: torch.Tensor,
         answer: np.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The other rows. `answer`: what `question` asked, on the host; `start` was queued since the last `finish`."""
         assert not self._closed
         self._complete(layer, z, weights, pairs, self._read(layer, z, ids, answer), started=True)
@@ -395,11 +409,16 @@ class Offload:
     def describe(self) -> dict[str, object]:
         options, store = self._options, self.store
         return {
-            "placement": "offload", "policy": options.policy, "prefetch": self._prefetches,
-            "cpu_misses": options.cpu_misses, "cached_slots": options.num_cached,
-            "streaming_slots": options.num_streaming, "expert_bytes": self.shape.num_bytes,
-            "in_host_memory": store.num_in_memory, "on_disk": store.num_on_disk(self.cache.quotas()),
-        }  # fmt: skip
+            "placement": "offload",
+            "policy": options.policy,
+            "prefetch": self._prefetches,
+            "cpu_misses": options.cpu_misses,
+            "cached_slots": options.num_cached,
+            "streaming_slots": options.num_streaming,
+            "expert_bytes": self.shape.num_bytes,
+            "in_host_memory": store.num_in_memory,
+            "on_disk": store.num_on_disk(self.cache.quotas()),
+        }
 
     def forget(self) -> None:
         """After a warm-up: its tokens must not decide what stays on the device, nor show in the statistics."""

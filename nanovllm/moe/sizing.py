@@ -309,8 +309,10 @@ class _Budget:
         if self.wants.host_gb is not None:
             wanted = int(self.wants.host_gb * GIB)
             if wanted > self.memory.host_bytes:
-                notes.append(f"expert_host_gb={self.wants.host_gb}: the host has {gib(self.memory.host_bytes)}; "
-                             f"{gib(spare)} of it are used")  # fmt: skip
+                notes.append(
+                    f"expert_host_gb={self.wants.host_gb}: the host has {gib(self.memory.host_bytes)}; "
+                    f"{gib(spare)} of it are used"
+                )
             else:
                 spare = wanted
         return spare, notes

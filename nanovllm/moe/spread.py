@@ -67,9 +67,7 @@ class Spread:
             out[: len(x)] = experts.leave(experts.ops.sum_pairs(rows))
         return ranks.gather_rows(out)[:num_tokens]
 
-    def _visit(
-        self, experts: HostedExperts, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def _visit(self, experts: HostedExperts, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What the experts of this rank's tokens give, weighted: [tokens, top_k * shares, out_size]."""
         ranks, (num_tokens, top_k), shares = self._parallel, ids.shape, self._parallel.ranks_per_expert
         first = (ids // self._num_here).view(-1, 1) * shares  # the first rank that has (a share of) the expert

@@ -133,9 +133,14 @@ class _File:
 
 class ExpertStore:
     def __init__(
-        self, shape: ExpertShape, device: Device, stream: CopyStream, checkpoint: Checkpoint | None,
-        host_bytes: int | None = None, quotas: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        shape: ExpertShape,
+        device: Device,
+        stream: CopyStream,
+        checkpoint: Checkpoint | None,
+        host_bytes: int | None = None,
+        quotas: Sequence[int] = (),
+    ) -> None:
         """`checkpoint`: where experts without room in host memory are read from; None = dummy weights, nowhere.
         `quotas`: how many of each layer the device can keep instead."""
         self.shape = shape
@@ -192,8 +197,12 @@ class ExpertStore:
         if num_left == 0:
             logger.info("%sonce: host and device together hold all", figures)
         else:
-            logger.warning("%swhen they are needed, which is slow, but for %d that the device has room for: %s",
-                           figures, num_rest - num_left, remedy)  # fmt: skip
+            logger.warning(
+                "%swhen they are needed, which is slow, but for %d that the device has room for: %s",
+                figures,
+                num_rest - num_left,
+                remedy,
+            )
         self._files = {key: _File() for key in keys}
         size = min(CHUNK_BYTES // self.shape.dtype.itemsize, self.shape.numel)
         try:

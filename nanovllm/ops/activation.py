@@ -4,6 +4,7 @@
 activation is rounded to the input dtype before the product, as in Hugging Face.
 Triton twin: `ops/triton/activation.py`.
 """
+
 import torch
 import torch.nn.functional as F
 

@@ -8,6 +8,7 @@ included, already stored. Query i of n sits at position context_lens[s] - n + i 
 own; with `window` w only the last w of those, itself included. A decode is n = 1, a chunk after a cached prefix is any
 n < context_lens[s]. Rows of a sequence with no context (graph padding) are zero.
 """
+
 import torch
 
 

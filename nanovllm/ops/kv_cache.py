@@ -6,6 +6,7 @@ A slot is block_id * block_size + offset, a row of the cache seen as [num_blocks
 Slot -1 marks a padded token, which is not stored. Only captured graphs pad, so the plain version looks for padding only
 when told that there may be some (`padded=True`); without it a -1 is an index error, not a write to the last slot.
 """
+
 import torch
 
 

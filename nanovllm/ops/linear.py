@@ -10,6 +10,7 @@ AVX-512, weight [out, in], microseconds, F.linear / weight @ x.T (without the co
 6144 x 1024  803/840   905/1883  1844/1866  2937/1997  2175/1889  2899/2278  3506/2814   4575/4581
 4096 x 4096 2429/2445 2418/5216  4578/5004  7344/5365  9761/5207  7243/6198 11021/8802  13515/15078
 """
+
 import torch
 import torch.nn.functional as F
 

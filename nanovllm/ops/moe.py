@@ -25,6 +25,7 @@ over rows that begin on a cache line (a BLAS may choose other kernels by the num
 
 `sum_pairs(pairs [T, k, H])` -> [T, H]: added in fp32 in the order of k, rounded once.
 """
+
 import functools
 
 import torch

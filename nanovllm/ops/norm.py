@@ -5,6 +5,7 @@ dimension of a tensor of any device and floating dtype. The order of roundings i
 the scaling in fp32, a cast to the input dtype, then the product with the weight. The Triton twin is
 `ops/triton/norm.py`.
 """
+
 import torch
 
 

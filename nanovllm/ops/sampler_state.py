@@ -3,6 +3,7 @@
 A captured graph holds the addresses of these arrays, so one graph serves every mix of requests. A row is filled when a
 sequence arrives (`sampling/device_rows.py`), read by `ops/triton/sampling.py`, which also counts the tokens it draws.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -45,8 +46,14 @@ class SamplerState:
 
         words = -(-vocab_size // 32)
         return cls(
-            vocab_size, zeros(num_rows, NUM_FLOATS, dtype=torch.float32), zeros(num_rows, NUM_INTS, dtype=torch.int32),
-            zeros(num_rows, dtype=torch.int64), zeros(num_rows, words, dtype=torch.int32),
-            zeros(num_rows, vocab_size, dtype=torch.int16), zeros(num_rows, words, dtype=torch.int32),
-            zeros(num_rows, RECENT, dtype=torch.int32), zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64),
-        )  # fmt: skip
+            vocab_size,
+            zeros(num_rows, NUM_FLOATS, dtype=torch.float32),
+            zeros(num_rows, NUM_INTS, dtype=torch.int32),
+            zeros(num_rows, dtype=torch.int64),
+            zeros(num_rows, words, dtype=torch.int32),
+            zeros(num_rows, vocab_size, dtype=torch.int16),
+            zeros(num_rows, words, dtype=torch.int32),
+            zeros(num_rows, RECENT, dtype=torch.int32),
+            zeros(1, dtype=torch.int64),
+            zeros(1, dtype=torch.int64),
+        )

@@ -22,6 +22,7 @@ recomputed. A column at -inf is never drawn as long as one is finite; without fi
 some column in range, never an invalid index; with filters, the maximum of a row must be finite.
 Triton twin: `ops/triton/sampling.py`, equal except where two candidates lie within rounding.
 """
+
 from __future__ import annotations
 
 import torch
@@ -140,9 +141,14 @@ def integer_weights(logits: torch.Tensor) -> torch.Tensor:
 
 
 def filtered_reference(
-    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor,
-    seeds: torch.Tensor, positions: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
     """The argmax of x + g over the tokens that `kept_ids` leaves.
 
     Few candidates are looked at first, more of them only for the rows that these do not settle. Rows without top_k that
@@ -187,9 +193,14 @@ def filtered_reference(
 
 
 def draw_flat(
-    logits: torch.Tensor, scale: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, total: torch.Tensor,
-    seed: torch.Tensor, position: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    scale: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    total: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+) -> torch.Tensor:
     """The same for one row [vocab] without top_k, without a sort, however many tokens are left.
 
     The argmax over all tokens is the answer if top_p keeps it, that is, if the tokens before it (likelier ones, or
@@ -212,9 +223,14 @@ def draw_flat(
 
 
 def kept_ids(
-    logits: torch.Tensor, scales: torch.Tensor, limits: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor,
-    totals: torch.Tensor, width: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    logits: torch.Tensor,
+    scales: torch.Tensor,
+    limits: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    totals: torch.Tensor,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What min_p, top_k and top_p leave, in this order: (ids [rows, width], counts [rows, 1], settled [rows]).
 
     Each filter keeps a prefix of the tokens ordered by (logit, lower id), so a row's share is the first `count` of its

@@ -87,9 +87,7 @@ class Alarm:
             self._thread.join()
 
 
-def collect_reports(
-    look: Callable[[], list[Report]], num_ranks: int, seconds: float = GRACE_SECONDS
-) -> list[Report]:
+def collect_reports(look: Callable[[], list[Report]], num_ranks: int, seconds: float = GRACE_SECONDS) -> list[Report]:
     """Look again until the cause is known, everybody has spoken, or the time is up."""
     deadline = time.monotonic() + seconds
     while True:

@@ -32,9 +32,14 @@ T = TypeVar("T")
 
 class LocalExecutor:
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
-        limits: StepLimits, parallel: Parallel = ALONE,
-    ) -> None:  # fmt: skip
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
+        limits: StepLimits,
+        parallel: Parallel = ALONE,
+    ) -> None:
         """`parallel`: this process's place among the ranks, if there are others (multiprocess.py)."""
         self.device = device
         self.offload: Offload | None = None
@@ -144,5 +149,3 @@ class LocalExecutor:
         if self.low_rank is not None:
             experts = {"placement": "resident", **experts, **self.low_rank.describe()}
         return {"experts": experts} if experts else {}
-
-

@@ -106,9 +106,13 @@ def start_worker(rank: int) -> Worker:
 
 class MultiprocessExecutor(SeveralRanks):
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
         limits: StepLimits,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(0, config.tensor_parallel_size, config.worker_timeout)
         check_sizes(config, model_config)
         self._workers: list[Worker] = []
@@ -126,9 +130,13 @@ class MultiprocessExecutor(SeveralRanks):
             raise EngineDeadError(f"starting {self._size} ranks failed: {cause}") from error
 
     def _start(
-        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
         limits: StepLimits,
-    ) -> None:  # fmt: skip
+    ) -> None:
         size, parallel = self._size, ALONE
         if size > 1:
             store = open_store(0, size, is_master=True, timeout=STARTUP_SECONDS)

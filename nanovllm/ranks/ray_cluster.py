@@ -115,9 +115,13 @@ class RayRank:
             return Report.of(rank, error)
         self._follower = Follower(executor, options["config"])
         return Facts(
-            executor.layout, executor.overlap, executor.decode_steps, executor.num_parameters,
-            executor.expert_stats() is not None, executor.describe(),
-        )  # fmt: skip
+            executor.layout,
+            executor.overlap,
+            executor.decode_steps,
+            executor.num_parameters,
+            executor.expert_stats() is not None,
+            executor.describe(),
+        )
 
     def launch(self, data: bytes) -> Report | None:
         assert self._follower is not None
@@ -148,9 +152,13 @@ class RayRank:
 
 class RayExecutor:
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
         limits: StepLimits,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ray = import_ray()
         self.device = device
         self._size, self._timeout = config.tensor_parallel_size, config.worker_timeout
@@ -206,10 +214,14 @@ class RayExecutor:
             )
             actors.append(
                 make.options(
-                    num_cpus=1, num_gpus=int(self.device.is_gpu), max_restarts=0, max_task_retries=0,
-                    scheduling_strategy=where, runtime_env={"env_vars": {"PYTHONPATH": path}},
+                    num_cpus=1,
+                    num_gpus=int(self.device.is_gpu),
+                    max_restarts=0,
+                    max_task_retries=0,
+                    scheduling_strategy=where,
+                    runtime_env={"env_vars": {"PYTHONPATH": path}},
                 ).remote()
-            )  # fmt: skip
+            )
         self._actors = actors
         places = ray.get([actor.place.remote() for actor in actors], timeout=STARTUP_SECONDS)
         machines = [place[0] for place in places]

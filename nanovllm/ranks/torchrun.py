@@ -86,9 +86,13 @@ def digest(data: bytes) -> int:
 
 class TorchrunExecutor(SeveralRanks):
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
         limits: StepLimits,
-    ) -> None:  # fmt: skip
+    ) -> None:
         place = Place.of(os.environ)
         assert place is not None, "choose.py looked"
         super().__init__(place.rank, place.size, config.worker_timeout)

@@ -58,9 +58,14 @@ class Blueprint:
 
     @classmethod
     def draw(
-        cls, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint, device: Device,
-        limits: StepLimits, parallel: Parallel,
-    ) -> Blueprint:  # fmt: skip
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
+        limits: StepLimits,
+        parallel: Parallel,
+    ) -> Blueprint:
         if config.expert_parallel_size > 1:
             parallel = replace(parallel, expert_size=config.expert_parallel_size)
         check_expert_ranks(model_config, parallel)

@@ -53,10 +53,15 @@ class Lanes:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            zeros(num_lanes, dtype=torch.int32) - 1, zeros(num_lanes), zeros(num_lanes),
-            zeros(num_lanes, dtype=torch.int32), zeros(num_lanes) - 1,
-            zeros(num_lanes, num_blocks, dtype=torch.int32), zeros(num_lanes, MAX_STEPS), zeros(1, dtype=torch.int32),
-        )  # fmt: skip
+            zeros(num_lanes, dtype=torch.int32) - 1,
+            zeros(num_lanes),
+            zeros(num_lanes),
+            zeros(num_lanes, dtype=torch.int32),
+            zeros(num_lanes) - 1,
+            zeros(num_lanes, num_blocks, dtype=torch.int32),
+            zeros(num_lanes, MAX_STEPS),
+            zeros(1, dtype=torch.int32),
+        )
 
     def first(self, count: int) -> Lanes:
         parts = (self.rows, self.tokens, self.positions, self.context_lens, self.slots, self.block_tables, self.out)
@@ -74,9 +79,15 @@ class Halves:
 
 class DecodeLoop:
     def __init__(
-        self, model: Transformer, caches: list[KVCache], batch: InputBatch, row_tokens: torch.Tensor,
-        max_model_len: int, transfers: Transfers, draw: Draw,
-    ) -> None:  # fmt: skip
+        self,
+        model: Transformer,
+        caches: list[KVCache],
+        batch: InputBatch,
+        row_tokens: torch.Tensor,
+        max_model_len: int,
+        transfers: Transfers,
+        draw: Draw,
+    ) -> None:
         """`row_tokens`: the newest token of every row, and one of padding."""
         self._model, self._caches, self._draw = model, caches, draw
         self._batch = batch
@@ -154,10 +165,14 @@ class DecodeLoop:
         if changed:
             self._row_tables[:, :num_blocks].index_copy_(0, d_changed, d_tables)
         begin(
-            lanes.rows, d_tokens, d_positions, (self._row_tokens, self._row_tables),
+            lanes.rows,
+            d_tokens,
+            d_positions,
+            (self._row_tokens, self._row_tables),
             (lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables),
-            self._batch.block_size, num_blocks,
-        )  # fmt: skip
+            self._batch.block_size,
+            num_blocks,
+        )
         return lanes
 
     def run(self, lanes: Lanes, num_steps: int, after_step: AfterStep | None) -> None:
@@ -206,9 +221,15 @@ class DecodeLoop:
     def _step(self, size: int) -> Step:
         lanes = self._lanes.first(size)
         return step_of(
-            lanes.tokens, lanes.positions, lanes.slots, self._arange[: size + 1], lanes.context_lens,
-            lanes.block_tables, None, Bounds(size, self._max_model_len),
-        )  # fmt: skip
+            lanes.tokens,
+            lanes.positions,
+            lanes.slots,
+            self._arange[: size + 1],
+            lanes.context_lens,
+            lanes.block_tables,
+            None,
+            Bounds(size, self._max_model_len),
+        )
 
     def _sample_as(self, newest: dict[int, StepOutput], size: int, hidden: torch.Tensor) -> None:
         """What was drawn is found in `newest`; a captured one stays at that address."""
@@ -218,6 +239,13 @@ class DecodeLoop:
         # The token being drawn stands one position after the one just fed.
         out = newest[size] = draw_from(self._model, hidden, lanes.rows, lanes.context_lens, self._draw)
         advance(
-            out.drawn.tokens, lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables,
-            lanes.out, lanes.step, self._batch.block_size,
-        )  # fmt: skip
+            out.drawn.tokens,
+            lanes.tokens,
+            lanes.positions,
+            lanes.context_lens,
+            lanes.slots,
+            lanes.block_tables,
+            lanes.out,
+            lanes.step,
+            self._batch.block_size,
+        )

@@ -81,43 +81,63 @@ def check_expert_ranks(model: ModelConfig, parallel: Parallel) -> None:
 
 
 def size_experts(
-    config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, limits: StepLimits,
-    layouts: tuple[ExpertLayout, ...] | None = None, parallel: Parallel = ALONE,
-) -> Tiers:  # fmt: skip
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    dtype: torch.dtype,
+    limits: StepLimits,
+    layouts: tuple[ExpertLayout, ...] | None = None,
+    parallel: Parallel = ALONE,
+) -> Tiers:
     """`layouts`: of low-rank experts."""
     wants = Wants(
-        limits.max_model_len, limits.max_num_batched_tokens, config.max_num_seqs, config.expert_placement,
-        config.expert_cache_gb, config.expert_host_gb, limits.block_size,
-    )  # fmt: skip
+        limits.max_model_len,
+        limits.max_num_batched_tokens,
+        config.max_num_seqs,
+        config.expert_placement,
+        config.expert_cache_gb,
+        config.expert_host_gb,
+        limits.block_size,
+    )
     if parallel.expert_size > 1:
         wants = replace(wants, placement="resident")  # config.py refuses to offload them
     if not device.is_gpu:
         # Slots and host memory are the same memory here: resident unless asked otherwise, whatever it takes.
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
-    facts = ModelFacts(
-        model, dtype.itemsize, limits.max_model_len, layouts, parallel.size, parallel.expert_size
-    )
+    facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, layouts, parallel.size, parallel.expert_size)
     return size_tiers(machine_memory(config, device, parallel), facts, wants)
 
 
 def open_offload(
-    config: EngineConfig, model: ModelConfig, device: Device, build: Build, tiers: Tiers, checkpoint: Checkpoint,
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    build: Build,
+    tiers: Tiers,
+    checkpoint: Checkpoint,
     layouts: tuple[ExpertLayout, ...] | None = None,
-) -> Offload | None:  # fmt: skip
+) -> Offload | None:
     if tiers.placement == "resident":
         return None
     for line in tiers.notes:
         logger.info("experts: %s", line)
     assert model.moe is not None
     options = OffloadOptions(
-        tiers.num_cached, tiers.num_streaming, config.expert_policy, config.expert_prefetch, config.expert_cpu_misses,
+        tiers.num_cached,
+        tiers.num_streaming,
+        config.expert_policy,
+        config.expert_prefetch,
+        config.expert_cpu_misses,
         tiers.host_bytes,
-    )  # fmt: skip
+    )
     files = None if config.load_format == "dummy" else checkpoint
     offload = Offload(model.moe, model.hidden_size, build, device, options, files, layouts=layouts)
     logger.info(
-        "experts: %d slots of %s on %s, %d of them stream", tiers.num_slots, gib(tiers.expert_bytes), device.name,
+        "experts: %d slots of %s on %s, %d of them stream",
+        tiers.num_slots,
+        gib(tiers.expert_bytes),
+        device.name,
         tiers.num_streaming,
-    )  # fmt: skip
+    )
     return offload

@@ -99,9 +99,13 @@ class InputBatch:
     def sampling_row(self, row: int) -> SamplingRow:
         arrival = self._of_row(row)
         return SamplingRow(
-            arrival.params, arrival.seed, self._known(row), arrival.num_prompt, arrival.stop_ids,
+            arrival.params,
+            arrival.seed,
+            self._known(row),
+            arrival.num_prompt,
+            arrival.stop_ids,
             arrival.bad_words_ids,
-        )  # fmt: skip
+        )
 
     def row(self, seq_id: int) -> int:
         return self._rows[seq_id]

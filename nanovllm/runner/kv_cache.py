@@ -56,9 +56,7 @@ def block_bytes(specs: list[AttentionSpec], block_size: int) -> int:
 
 
 def allocate(layout: CacheLayout, specs: list[AttentionSpec], device: Device) -> list[KVCache]:
-    return [
-        (_zeros(layout, spec, device), _zeros(layout, spec, device)) for spec in specs
-    ]
+    return [(_zeros(layout, spec, device), _zeros(layout, spec, device)) for spec in specs]
 
 
 def _zeros(layout: CacheLayout, spec: AttentionSpec, device: Device) -> torch.Tensor:

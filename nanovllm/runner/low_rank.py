@@ -44,9 +44,14 @@ class LowRank:
     def describe(self) -> dict[str, Any]:
         metadata = self.metadata
         return {
-            "format": "low-rank", "folder": str(self.folder), "method": metadata.method, "mode": metadata.mode,
-            "ranks": metadata.ranks, "w2_modes": metadata.w2_modes, "kept": metadata.kept,
-        }  # fmt: skip
+            "format": "low-rank",
+            "folder": str(self.folder),
+            "method": metadata.method,
+            "mode": metadata.mode,
+            "ranks": metadata.ranks,
+            "w2_modes": metadata.w2_modes,
+            "kept": metadata.kept,
+        }
 
 
 def open_low_rank(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> LowRank | None:
@@ -61,6 +66,9 @@ def open_low_rank(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoi
         if not files.has_teacher:
             logger.warning("%s: the model's own experts are not there to compare with: taken on trust", folder)
     if metadata.mode == "private":
-        logger.warning("%s: experts with factors of their own (mode private) are multiplied out when they are loaded: "
-                       "they take as much memory as the model's own", folder)  # fmt: skip
+        logger.warning(
+            "%s: experts with factors of their own (mode private) are multiplied out when they are loaded: "
+            "they take as much memory as the model's own",
+            folder,
+        )
     return LowRank(folder, metadata, layouts_of(metadata), files)

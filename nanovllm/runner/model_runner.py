@@ -71,9 +71,14 @@ class Scored:
 
 class ModelRunner:
     def __init__(
-        self, model: Transformer, layout: CacheLayout, device: Device, limits: StepLimits, max_num_seqs: int,
+        self,
+        model: Transformer,
+        layout: CacheLayout,
+        device: Device,
+        limits: StepLimits,
+        max_num_seqs: int,
         on_device: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`on_device`: sampling kernels and the decode loop are used (`runs_on_device`)."""
         self.model = model
         self.device = device
@@ -94,9 +99,14 @@ class ModelRunner:
         self._loop: DecodeLoop | None = None
         if on_device and not self._reads_host:
             self._loop = DecodeLoop(
-                model, self._caches, self.batch, self._row_tokens, limits.max_model_len, self.transfers,
+                model,
+                self._caches,
+                self.batch,
+                self._row_tokens,
+                limits.max_model_len,
+                self.transfers,
                 self.sampler.draw,
-            )  # fmt: skip
+            )
 
     # ---- before the first plan ---------------------------------------------------------------------------------
 

@@ -9,8 +9,12 @@ from nanovllm.config import EngineConfig
 
 OF_GPUS = ("gpu_memory_utilization", "gpu_memory_gb", "enforce_eager")
 OF_OFFLOADED_EXPERTS = (
-    "expert_cache_gb", "expert_host_gb", "expert_policy", "expert_prefetch", "expert_cpu_misses",
-)  # fmt: skip
+    "expert_cache_gb",
+    "expert_host_gb",
+    "expert_policy",
+    "expert_prefetch",
+    "expert_cpu_misses",
+)
 
 
 def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | None) -> dict[str, str]:
@@ -29,8 +33,10 @@ def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | 
     if placement is None:
         found |= dict.fromkeys(("expert_placement", *OF_OFFLOADED_EXPERTS), "the model has no experts")
     elif placement == "resident":
-        found |= dict.fromkeys(OF_OFFLOADED_EXPERTS, "all experts stay on the device (expert_placement='offload' loads "
-                               "them as they are chosen)")  # fmt: skip
+        found |= dict.fromkeys(
+            OF_OFFLOADED_EXPERTS,
+            "all experts stay on the device (expert_placement='offload' loads them as they are chosen)",
+        )
     else:
         found.pop("gpu_memory_gb", None)  # a CPU stands in for a card of that size: so many slots for experts
     given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}

@@ -59,9 +59,14 @@ class Piece:
 
 class Relay:
     def __init__(
-        self, model: Transformer, caches: list[KVCache], step: Step, sample: Callable[[torch.Tensor], None],
-        capture: Capture, pin: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: Transformer,
+        caches: list[KVCache],
+        step: Step,
+        sample: Callable[[torch.Tensor], None],
+        capture: Capture,
+        pin: bool,
+    ) -> None:
         """`sample(hidden)` takes the last hidden states to tokens and advances the state. `pin`: lock host memory."""
         self._model, self._step, self._ops, self._pin = model, step, model.ops, pin
         self._caches = caches

@@ -71,9 +71,16 @@ class StepInputs:
     def empty(cls) -> StepInputs:
         none = np.zeros(0, dtype=np.int64)
         return cls(
-            none, none, none, none, np.zeros(1, dtype=np.int32), none.astype(np.int32),
-            np.zeros((0, 1), dtype=np.int32), none, none.astype(np.int32),
-        )  # fmt: skip
+            none,
+            none,
+            none,
+            none,
+            np.zeros(1, dtype=np.int32),
+            none.astype(np.int32),
+            np.zeros((0, 1), dtype=np.int32),
+            none,
+            none.astype(np.int32),
+        )
 
     def host_lens(self, block_size: int, block_tables: torch.Tensor) -> HostLens:
         """`block_tables`: on the device, so that no block id is copied there a second time."""
@@ -98,9 +105,15 @@ class Bounds:
 
 
 def step_of(
-    tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, query_starts: torch.Tensor,
-    context_lens: torch.Tensor, block_tables: torch.Tensor, logit_rows: torch.Tensor | None, bounds: Bounds,
-) -> Step:  # fmt: skip
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    logit_rows: torch.Tensor | None,
+    bounds: Bounds,
+) -> Step:
     batch = AttentionBatch(
         query_starts, context_lens, block_tables, slots, bounds.num_decodes, bounds.max_context_len, bounds.host
     )
@@ -115,11 +128,15 @@ def unstored_step(lens: list[int], block_size: int, num_blocks: int, device: tor
     lists = torch.tensor(lens, dtype=torch.int32, device=device)
     at = torch.from_numpy(positions).to(device)
     return step_of(
-        torch.zeros_like(at), at, torch.full_like(at, -1), torch.tensor(starts, dtype=torch.int32, device=device),
-        lists, torch.zeros(len(lens), num_blocks, dtype=torch.int32, device=device),
+        torch.zeros_like(at),
+        at,
+        torch.full_like(at, -1),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        lists,
+        torch.zeros(len(lens), num_blocks, dtype=torch.int32, device=device),
         torch.zeros(num_logits, dtype=torch.int64, device=device) if num_logits else None,
         Bounds(0, max(lens), HostLens(lens, lens, list(spans))),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

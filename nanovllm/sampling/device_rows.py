@@ -56,9 +56,9 @@ class DeviceRows:
         vocab, state = self.state.vocab_size, self.state
         if asked.has_penalty:
             ids, counts = np.unique(asked.output_ids[asked.output_ids < vocab], return_counts=True)
-            d_ids, d_counts, d_prompt = send([
-                ids.astype(np.int64), counts.astype(np.int16), bits_of(asked.token_ids[: asked.num_prompt], vocab)
-            ])  # fmt: skip
+            d_ids, d_counts, d_prompt = send(
+                [ids.astype(np.int64), counts.astype(np.int16), bits_of(asked.token_ids[: asked.num_prompt], vocab)]
+            )
             state.counts[row].zero_()
             state.counts[row].index_copy_(0, d_ids, d_counts)
             state.prompt[row].copy_(d_prompt)
@@ -109,9 +109,9 @@ class DeviceRows:
             first, num_words = first + len(edits), num_words + len(own)
         self._lists = [part.clone() for part in send([np.concatenate(tables), np.concatenate(words)])]
         addresses = np.array([part.data_ptr() for part in self._lists], np.int64)
-        d_addresses, d_rows, d_starts = send([
-            addresses, np.array(list(self._edits), np.int64), np.array(starts, np.int32).reshape(-1, 2)
-        ])  # fmt: skip
+        d_addresses, d_rows, d_starts = send(
+            [addresses, np.array(list(self._edits), np.int64), np.array(starts, np.int32).reshape(-1, 2)]
+        )
         self.state.edits_address.copy_(d_addresses[:1])
         self.state.words_address.copy_(d_addresses[1:])
         self.state.ints[:, spec.START_EDITS : spec.NUM_EDITS + 1].index_copy_(0, d_rows, d_starts)

@@ -98,8 +98,11 @@ class Grammars:
             raise RequestError(f"structured_outputs: cannot be compiled: {said}")
         grammar = Grammar(
             **{f.name: getattr(wanted, f.name) for f in dataclasses.fields(StructuredOutputsParams)},
-            source=source, tokenizer=tokenizer, eos_token_ids=self._eos_token_ids, executor=self._executor,
-        )  # fmt: skip
+            source=source,
+            tokenizer=tokenizer,
+            eos_token_ids=self._eos_token_ids,
+            executor=self._executor,
+        )
         return dataclasses.replace(params, structured_outputs=grammar)
 
     def _load(self) -> Any:

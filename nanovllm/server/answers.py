@@ -38,9 +38,10 @@ SMALL_ANSWER = 256  # positions with log probabilities; more take longer than th
 MARK = "text"  # stands for the text while the frame of an event is made
 quote = json.JSONEncoder(ensure_ascii=False).encode
 EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # a proxy that collects events defeats streaming
-]  # fmt: skip
+]
 Write = Callable[[dict[str, Any]], bytes]
 NAMED_EVENTS = ("/v1/responses", "/v1/messages")  # their streams have a name for each event, and no DONE
 
@@ -180,9 +181,13 @@ class Answer(Response, Generic[BodyT]):
 
     def _envelope(self, kind: str, choices: list[dict[str, Any] | None], **more: Any) -> dict[str, Any]:
         return {
-            "id": f"{self.prefix}-{self.request_id}", "object": kind, "created": self.created,
-            "model": self.service.model_name, "choices": choices, **more,
-        }  # fmt: skip
+            "id": f"{self.prefix}-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.service.model_name,
+            "choices": choices,
+            **more,
+        }
 
     async def _send_events(self, deltas: AsyncIterator[tuple[int, RequestDelta]], send: Send) -> None:
         async for data in self._events(deltas):
@@ -312,9 +317,13 @@ class ChatAnswer(Answer[ChatBody]):
         body = self.body_model
         names = [tool.function.name for tool in body.offered]
         return CallReader(
-            self.service.tool_form, names, must_call=body.must_call, has_grammar=body.binds_calls,
-            one_call=body.one_call, needs_opener=body.answers_json,
-        )  # fmt: skip
+            self.service.tool_form,
+            names,
+            must_call=body.must_call,
+            has_grammar=body.binds_calls,
+            one_call=body.one_call,
+            needs_opener=body.answers_json,
+        )
 
     @property
     def has_frames(self) -> bool:

@@ -36,10 +36,14 @@ from nanovllm.server.service import Service
 logger = logging.getLogger("nanovllm")
 BodyT = TypeVar("BodyT", bound=Body)
 BODIES: dict[str, type[Body]] = {
-    "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody, "/v1/responses": ResponseBody, "/v1/messages": MessagesBody,
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/v1/responses": ResponseBody,
+    "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
-}  # fmt: skip
+}
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -82,9 +86,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_facts(app: FastAPI, service: Service) -> None:
     def card() -> dict[str, Any]:
         return {
-            "id": service.model_name, "object": "model", "created": service.started, "owned_by": "nanovllm",
+            "id": service.model_name,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "nanovllm",
             "max_model_len": service.engine.engine.max_model_len,
-        }  # fmt: skip
+        }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -64,9 +64,7 @@ def text_parts(content: Content) -> Content:
     """As parts of a chat message, which refuses those that are no text."""
     if isinstance(content, str):
         return content
-    return [
-        {"type": "text", "text": part.get("text")} if part.get("type") in TEXT_PARTS else part for part in content
-    ]  # fmt: skip
+    return [{"type": "text", "text": part.get("text")} if part.get("type") in TEXT_PARTS else part for part in content]
 
 
 def sampling_fields(body: Sampling) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Body: how a JSON body is read. `null` means "not given", and a field is honoured, ignored or refused by its name.
 
-    class Question(Body):
-        IGNORED = frozenset({"mood"})     # changes nothing, so it is left out
-        text: str
+class Question(Body):
+    IGNORED = frozenset({"mood"})     # changes nothing, so it is left out
+    text: str
 
-    question, ignored = Question.read(raw)
+question, ignored = Question.read(raw)
 """
 
 from __future__ import annotations

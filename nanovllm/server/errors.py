@@ -17,11 +17,20 @@ from starlette.responses import JSONResponse, Response
 from nanovllm.errors import ContextLengthError, EngineDeadError, RequestError
 
 TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
-    415: "invalid_request_error", 421: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    421: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
     503: "service_unavailable_error",
-}  # fmt: skip
+}
 ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}  # where they differ
 MAX_MESSAGE = 500  # characters: a client that sends a megabyte of nonsense is not sent it back
 ENGINE_FAILED = "the engine has failed and cannot serve requests until it is started anew; /health says more"
@@ -31,9 +40,14 @@ INTERNAL = "the server failed to answer this request; its log says why, under th
 
 class ApiError(Exception):
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
         headers: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
@@ -113,5 +127,9 @@ def _depth(place: tuple[int | str, ...]) -> int:
 
 
 def _code(kind: str) -> str | None:
-    return {"extra_forbidden": "unknown_field", "missing": "missing_field", "unsupported": "unsupported_field",
-            "json_invalid": "invalid_json"}.get(kind)  # fmt: skip
+    return {
+        "extra_forbidden": "unknown_field",
+        "missing": "missing_field",
+        "unsupported": "unsupported_field",
+        "json_invalid": "invalid_json",
+    }.get(kind)

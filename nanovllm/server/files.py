@@ -12,10 +12,15 @@ from nanovllm.server.errors import ApiError
 PAGE = Path(__file__).parent / "page"
 PACKAGE = Path(__file__).parent.parent
 MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml", ".png": "image/png", ".ico": "image/x-icon", ".json": "application/json",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".json": "application/json",
     ".woff2": "font/woff2",
-}  # fmt: skip
+}
 # Nothing from elsewhere, no inline scripts: text that a model wrote cannot become one.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "

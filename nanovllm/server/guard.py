@@ -113,9 +113,11 @@ class Gate:
                 raise ApiError(400, "X-Request-Id: 1 to 128 visible ASCII characters", param="X-Request-Id")
             elif not self._has_key(scope["path"], headers):
                 raise ApiError(
-                    401, "a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
-                    code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
-                )  # fmt: skip
+                    401,
+                    "a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
         except ApiError as error:
             app = error.response(scope["path"])
         await app(scope, receive, named_send)
@@ -141,9 +143,12 @@ class Gate:
         found = split_host(given[0]) if len(given) == 1 else None
         if found is None or not (found[0] in self._hosts or is_address(found[0])):
             raise ApiError(
-                421, f"Host {', '.join(given)!r:.200}: this server answers to IP addresses, localhost and the names "
-                f"that `nanovllm serve` was given by --allowed-hosts", param="Host", code="host_not_allowed",
-            )  # fmt: skip
+                421,
+                f"Host {', '.join(given)!r:.200}: this server answers to IP addresses, localhost and the names "
+                f"that `nanovllm serve` was given by --allowed-hosts",
+                param="Host",
+                code="host_not_allowed",
+            )
 
     def _check_origin(self, path: str, headers: Headers) -> dict[str, str]:
         """Headers for the answer."""
@@ -157,9 +162,12 @@ class Gate:
             return vary
         if not self._any_origin and (origin is None or origin not in self._origins):
             raise ApiError(
-                403, f"Origin {', '.join(given)!r:.200}: web pages from there may not use this server, only those that "
-                f"`nanovllm serve` was given by --allowed-origins", param="Origin", code="origin_not_allowed",
-            )  # fmt: skip
+                403,
+                f"Origin {', '.join(given)!r:.200}: web pages from there may not use this server, only those that "
+                f"`nanovllm serve` was given by --allowed-origins",
+                param="Origin",
+                code="origin_not_allowed",
+            )
         exposed = {"Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
         return {**vary, **exposed, "Access-Control-Allow-Origin": given[0]}
 
@@ -170,9 +178,12 @@ class Gate:
         if self._any_origin or site in ("none", "same-origin") or (is_link and not path.startswith("/engine/")):
             return
         raise ApiError(
-            403, f"Sec-Fetch-Site {site!r:.40}: a web page of another site may not load this; one that `nanovllm "
-            f"serve` was given by --allowed-origins may fetch it", param="Sec-Fetch-Site", code="origin_not_allowed",
-        )  # fmt: skip
+            403,
+            f"Sec-Fetch-Site {site!r:.40}: a web page of another site may not load this; one that `nanovllm "
+            f"serve` was given by --allowed-origins may fetch it",
+            param="Sec-Fetch-Site",
+            code="origin_not_allowed",
+        )
 
     def _has_key(self, path: str, headers: Headers) -> bool:
         if self._key is None or NEEDS_NO_KEY.fullmatch(path):

@@ -30,9 +30,10 @@ from nanovllm.server.service import Service
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config", "max_completion_tokens": "max_tokens"}
 DELTAS = {
-    "thought": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+    "thought": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
-}  # fmt: skip
+}
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -40,9 +41,12 @@ STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_
 
 class InputBlock(Typed):
     NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",),
-        "thinking": (), "redacted_thinking": (),
-    }  # fmt: skip
+        "text": ("text",),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+        "thinking": (),
+        "redacted_thinking": (),
+    }
     PLACE: ClassVar[str] = "messages"
 
     text: str | None = None
@@ -107,8 +111,11 @@ class InputTool(Typed):
 
     def for_chat(self) -> dict[str, Any]:
         function = {
-            "name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict,
-        }  # fmt: skip
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
         return {"type": "function", "function": function}
 
 
@@ -146,8 +153,11 @@ class CountBody(Sampling):
     """What says how long the prompt is; /v1/messages needs max_tokens too."""
 
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "n": (1,), "container": (), "mcp_servers": ([],), "stream_options": (),
-    }  # fmt: skip
+        "n": (1,),
+        "container": (),
+        "mcp_servers": ([],),
+        "stream_options": (),
+    }
 
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
     system: str | Annotated[list[SystemBlock], FEW] | None = None
@@ -227,9 +237,14 @@ class MessagesAnswer(BlockAnswer):
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "model": self.service.model_name,
-            "content": content, **self._end(), "usage": self._usage(),
-        }  # fmt: skip
+            "id": f"msg_{self.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.model_name,
+            "content": content,
+            **self._end(),
+            "usage": self._usage(),
+        }
 
     def _end(self) -> dict[str, Any]:
         stop = self.stop_reason if self.reason == "stop" and isinstance(self.stop_reason, str) else None
@@ -241,9 +256,11 @@ class MessagesAnswer(BlockAnswer):
         counts = self.counts.record()
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": counts["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0, "output_tokens": counts["completion_tokens"],
-        }  # fmt: skip
+            "input_tokens": counts["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": counts["completion_tokens"],
+        }
 
 
 def _block(block: Block, value: Any = None) -> dict[str, Any]:

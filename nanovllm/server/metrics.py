@@ -45,9 +45,11 @@ class Metrics:
         self.output_lens = self._histogram("request_generation_tokens", "Tokens of an answer", TOKENS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed or taken from the cache")
         self._success = Counter(
-            "vllm:request_success", "Requests that ended, by reason", (*LABELS, "finished_reason"),
+            "vllm:request_success",
+            "Requests that ended, by reason",
+            (*LABELS, "finished_reason"),
             registry=self.registry,
-        )  # fmt: skip
+        )
         for reason in ("stop", "length", "abort", "error"):  # all are there from the start: a rate needs a zero
             self._by_reason[reason] = self._success.labels(*self._labels, reason)
         self.registry.register(EngineCollector(engine, self._labels))
@@ -99,13 +101,19 @@ class EngineCollector:
         """An expert that is not on the device is looked for in host memory, then on disk. vLLM does not count that."""
         host_misses, host_bytes = stats.disk_misses, stats.bytes_copied - stats.bytes_from_disk
         counters = {
-            "expert_hits": ("Experts that a layer chose, by the tier where they were found",
-                            {"device": stats.hits, "host": stats.misses - host_misses, "disk": host_misses}),
-            "expert_misses": ("Experts that were looked for in a tier and not there",
-                              {"device": stats.misses, "host": host_misses, "disk": 0}),
-            "expert_loaded_bytes": ("Bytes of experts copied to the device, by the tier they came from",
-                                    {"host": host_bytes, "disk": stats.bytes_from_disk}),
-        }  # fmt: skip
+            "expert_hits": (
+                "Experts that a layer chose, by the tier where they were found",
+                {"device": stats.hits, "host": stats.misses - host_misses, "disk": host_misses},
+            ),
+            "expert_misses": (
+                "Experts that were looked for in a tier and not there",
+                {"device": stats.misses, "host": host_misses, "disk": 0},
+            ),
+            "expert_loaded_bytes": (
+                "Bytes of experts copied to the device, by the tier they came from",
+                {"host": host_bytes, "disk": stats.bytes_from_disk},
+            ),
+        }
         for name, (text, values) in counters.items():
             metric = CounterMetricFamily(f"nanovllm:{name}", text, labels=(*LABELS, "tier"))
             for tier, value in values.items():

@@ -25,10 +25,16 @@ ERROR = {
     },
 }
 STATUSES = {
-    "400": "A field cannot be honoured; the error names it", "401": "No valid API key", "404": "No such model",
-    "408": "Took too long", "413": "The body is too large", "415": "Not JSON", "429": "Too many wait; see Retry-After",
-    "500": "Failed", "503": "The engine has failed",
-}  # fmt: skip
+    "400": "A field cannot be honoured; the error names it",
+    "401": "No valid API key",
+    "404": "No such model",
+    "408": "Took too long",
+    "413": "The body is too large",
+    "415": "Not JSON",
+    "429": "Too many wait; see Retry-After",
+    "500": "Failed",
+    "503": "The engine has failed",
+}
 
 
 def describe_bodies(app: FastAPI, bodies: dict[str, type[Body]]) -> None:

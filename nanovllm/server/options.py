@@ -48,10 +48,16 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("port", 0, 65535), ("max_waiting", 0, 10**6), ("max_header_kb", 1, 1024), ("max_prompts", 1, 10**5),
-            ("max_n", 1, 1024), ("max_watchers", 1, 1024), ("max_headers", 1, 10**4), ("max_connections", 1, 10**6),
+            ("port", 0, 65535),
+            ("max_waiting", 0, 10**6),
+            ("max_header_kb", 1, 1024),
+            ("max_prompts", 1, 10**5),
+            ("max_n", 1, 1024),
+            ("max_watchers", 1, 1024),
+            ("max_headers", 1, 10**4),
+            ("max_connections", 1, 10**6),
             ("max_responses", 0, 10**6),
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             if value is None and name == "max_connections":
                 continue
@@ -82,7 +88,7 @@ class ServerOptions:
         for name, kind, example in (
             ("allowed_hosts", "a name without scheme and port", "gpu-box.example.com"),
             ("allowed_origins", "a scheme and a name, with a port if it needs one", "https://chat.example.com"),
-        ):  # fmt: skip
+        ):
             values = getattr(self, name)
             if not isinstance(values, (tuple, list)):
                 raise ConfigError(f"{name}={values!r}: must be a list of texts, for example [{example!r}]")

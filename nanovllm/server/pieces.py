@@ -122,9 +122,12 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    positions: list[PositionLogprobs] | None, num_top: int, place: TextPlace | None = None,
-    first_token: tuple[str, bytes] | None = None, to_bytes: ToBytes = _plain_bytes,
-) -> dict[str, Any] | None:  # fmt: skip
+    positions: list[PositionLogprobs] | None,
+    num_top: int,
+    place: TextPlace | None = None,
+    first_token: tuple[str, bytes] | None = None,
+    to_bytes: ToBytes = _plain_bytes,
+) -> dict[str, Any] | None:
     """`first_token`: the beginning of an echoed prompt, which nothing predicts, and its bytes in the text."""
     if positions is None:
         return None

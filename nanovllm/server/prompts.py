@@ -126,9 +126,13 @@ def _render(engine: LLMEngine, body: ChatBody | TokenizeBody, tools: list[Tool],
         if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
             rows, shown = as_plain_text(rows, shown, form), []
         return engine.inputs.render_chat(
-            rows, body.add_generation_prompt, shown, continue_final_message=body.continue_final_message,
-            chat_template_kwargs=variables, cleaned=True,
-        )  # fmt: skip
+            rows,
+            body.add_generation_prompt,
+            shown,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=variables,
+            cleaned=True,
+        )
     except RequestError as error:
         for name in ("tools", "chat_template_kwargs"):
             if str(error).startswith(name):
@@ -148,8 +152,11 @@ def tokenize(engine: LLMEngine, body: TokenizeBody, form: Form) -> dict[str, Any
         token_ids = engine.inputs.encode(text, body.add_special_tokens)
     strings = _tokenizer(engine).convert_ids_to_tokens(token_ids) if body.return_token_strs else None
     return {
-        "count": len(token_ids), "max_model_len": engine.max_model_len, "tokens": token_ids, "token_strs": strings,
-    }  # fmt: skip
+        "count": len(token_ids),
+        "max_model_len": engine.max_model_len,
+        "tokens": token_ids,
+        "token_strs": strings,
+    }
 
 
 def detokenize(engine: LLMEngine, body: DetokenizeBody) -> dict[str, Any]:

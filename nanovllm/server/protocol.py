@@ -59,10 +59,20 @@ class ResponseFormat(Body):
 class Sampling(Body):
     """What completions and chat have in common."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({
-        "store", "metadata", "reasoning_effort", "verbosity", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "prediction", "guided_decoding_backend",
-    })  # fmt: skip
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "store",
+            "metadata",
+            "reasoning_effort",
+            "verbosity",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prediction",
+            "guided_decoding_backend",
+        }
+    )
 
     model: str | None = None
     n: int = 1
@@ -105,8 +115,11 @@ class Sampling(Body):
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs: not available with stream=true", param="prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
-            raise ApiError(400, "truncate_prompt_tokens=0: nothing would be left; -1 keeps what fits",
-                           param="truncate_prompt_tokens")  # fmt: skip
+            raise ApiError(
+                400,
+                "truncate_prompt_tokens=0: nothing would be left; -1 keeps what fits",
+                param="truncate_prompt_tokens",
+            )
         return self
 
     def _params(self, defaults: Mapping[str, Any], max_tokens: int | None, **others: Any) -> SamplingParams:
@@ -256,9 +269,11 @@ class Message(SentBack):
             if kind != "text":
                 named = f"{kind!r:.40}" if isinstance(kind, str) else "without a type"
                 raise ApiError(
-                    400, f"messages: a content part {named}: this server reads text only and fetches nothing",
-                    param="messages", code="unsupported_content",
-                )  # fmt: skip
+                    400,
+                    f"messages: a content part {named}: this server reads text only and fetches nothing",
+                    param="messages",
+                    code="unsupported_content",
+                )
         return data
 
     def for_template(self) -> dict[str, Any]:
@@ -328,9 +343,13 @@ def check_tools(tools: list[Tool] | None) -> None:
 
 class ChatBody(Sampling):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "functions": ([],), "function_call": ("none",),
-        "modalities": (["text"],), "audio": (), "web_search_options": (), "chat_template": (),
-    }  # fmt: skip
+        "functions": ([],),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "chat_template": (),
+    }
 
     messages: Messages
     max_tokens: int | None = None
@@ -405,9 +424,11 @@ class ChatBody(Sampling):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         return self._params(
-            defaults, self.asked_tokens, logprobs=self.top_logprobs if self.logprobs else None,
+            defaults,
+            self.asked_tokens,
+            logprobs=self.top_logprobs if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
-        )  # fmt: skip
+        )
 
 
 class TokenizeBody(Body):

@@ -385,9 +385,7 @@ def _resources(config: EngineConfig, num_replicas: int, cluster: dict[str, float
     return {"num_cpus": min(1.0, int(1000 * cluster.get("CPU", 1) / num_replicas) / 1000)}
 
 
-def serve_replicas(
-    config: EngineConfig, options: ServerOptions, num_replicas: int, say: Callable[[str], None]
-) -> None:
+def serve_replicas(config: EngineConfig, options: ServerOptions, num_replicas: int, say: Callable[[str], None]) -> None:
     """As `run.serve`, with several engines."""
     from nanovllm.server.run import Server, address_of, listen, uvicorn_config
 

@@ -22,9 +22,11 @@ from nanovllm.server.protocol import MAX_TOOLS, Body, ChatBody, Message, Samplin
 from nanovllm.server.service import Service
 
 NAMES = {
-    "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
-}  # fmt: skip
+}
 PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}  # of ids
 PARTS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
@@ -54,10 +56,13 @@ class ResponseStore:
     def get(self, name: str, param: str | None = None) -> Kept:
         if name not in self._kept:
             raise ApiError(
-                404, f"response {name!r:.80} is not kept here: it was made with store=false, deleted, made before the "
+                404,
+                f"response {name!r:.80} is not kept here: it was made with store=false, deleted, made before the "
                 f"last start, or pushed out by newer ones (--max-responses {self._max_count}, --max-responses-mb): "
-                "send the conversation as input", param=param, code="response_not_found",
-            )  # fmt: skip
+                "send the conversation as input",
+                param=param,
+                code="response_not_found",
+            )
         self._kept.move_to_end(name)
         return self._kept[name]
 
@@ -77,9 +82,11 @@ class ResponseStore:
 
 class InputItem(Typed):
     NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
-        "function_call_output": ("call_id", "output"), "reasoning": (),
-    }  # fmt: skip
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }
     PLACE: ClassVar[str] = "input"
 
     type: str = "message"
@@ -131,9 +138,17 @@ class TextOptions(Body):
 
 class ResponseBody(Sampling):
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "n": (1,), "background": (False,), "conversation": (), "prompt": (), "truncation": ("disabled",),
-        "top_logprobs": (0,), "context_management": ([],), "moderation": (), "image": (), "access_programs": (),
-    }  # fmt: skip
+        "n": (1,),
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "context_management": ([],),
+        "moderation": (),
+        "image": (),
+        "access_programs": (),
+    }
 
     input: str | Annotated[list[InputItem], Field(max_length=2048, fail_fast=True)]
     instructions: str | None = None
@@ -168,9 +183,12 @@ class ResponseBody(Sampling):
         tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools]
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         fields.update(
-            messages=[*system, *before, *self._messages()], tools=tools, tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls, max_tokens=self.max_output_tokens,
-        )  # fmt: skip
+            messages=[*system, *before, *self._messages()],
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            max_tokens=self.max_output_tokens,
+        )
         return as_chat(fields, NAMES)
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -288,8 +306,9 @@ class ResponseAnswer(BlockAnswer):
         text = "\n".join(block.text for block in self.blocks if block.kind == "text")
         calls = [
             {"id": block.id, "function": {"name": block.name, "arguments": block.text}}
-            for block in self.blocks if block.kind == "call" and isinstance(parse_object(block.text), dict)
-        ]  # fmt: skip
+            for block in self.blocks
+            if block.kind == "call" and isinstance(parse_object(block.text), dict)
+        ]
         answer = Message(role="assistant", content=text, tool_calls=calls or None)  # type: ignore[arg-type]
         first = len(self._before.messages) + (self._asked.instructions is not None)
         new = [*self.body_model.messages[first:], answer]

@@ -44,9 +44,11 @@ class Server(uvicorn.Server):
     drain_timeout or at a second signal; a third does not wait for that either."""
 
     def __init__(
-        self, config: uvicorn.Config, before_drain: Callable[[], None] = lambda: None,
+        self,
+        config: uvicorn.Config,
+        before_drain: Callable[[], None] = lambda: None,
         cut_off: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config)
         self._before_drain, self._cut_off = before_drain, cut_off
         self._cut_now = asyncio.Event()

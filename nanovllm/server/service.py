@@ -109,9 +109,11 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             raise ApiError(
-                404, f"model {name!r:.80}: this server has only {self.model_name!r}", param="model",
+                404,
+                f"model {name!r:.80}: this server has only {self.model_name!r}",
+                param="model",
                 code="model_not_found",
-            )  # fmt: skip
+            )
 
     @contextlib.contextmanager
     def admit(self, num_seqs: int) -> Iterator[None]:
@@ -123,9 +125,11 @@ class Service:
         if self.num_admitted + num_seqs > self.capacity:
             seconds = min(MAX_RETRY_SECONDS, max(1, math.ceil(self._seconds_per_request)))
             raise ApiError(
-                429, f"{self.num_admitted} completions run or wait, the limit is {self.capacity}: try again later",
-                code="queue_full", headers={"Retry-After": str(seconds)},
-            )  # fmt: skip
+                429,
+                f"{self.num_admitted} completions run or wait, the limit is {self.capacity}: try again later",
+                code="queue_full",
+                headers={"Retry-After": str(seconds)},
+            )
         self.num_admitted += num_seqs
         self.num_requests += 1
         started = time.monotonic()

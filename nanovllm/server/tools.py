@@ -197,9 +197,15 @@ class CallReader:
     `needs_opener`: a text that does not begin with the opener has no calls, whatever it looks like."""
 
     def __init__(
-        self, form: Form, names: Sequence[str], *, must_call: bool, has_grammar: bool, one_call: bool,
+        self,
+        form: Form,
+        names: Sequence[str],
+        *,
+        must_call: bool,
+        has_grammar: bool,
+        one_call: bool,
         needs_opener: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._form = form
         self._names = frozenset(names)
         self._must_call = must_call

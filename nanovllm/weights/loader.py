@@ -76,8 +76,10 @@ def load_dummy(model: nn.Module, seed: int, places: Places | None = None) -> Non
             if isinstance(place, Elsewhere):
                 continue
             if isinstance(place, OnDisk):
-                raise ModelError(f"load_format='dummy': {target}[{part}] is to stay on disk, but dummy weights have no "
-                                 "files; raise expert_host_gb")  # fmt: skip
+                raise ModelError(
+                    f"load_format='dummy': {target}[{part}] is to stay on disk, but dummy weights have no "
+                    "files; raise expert_host_gb"
+                )
             digest = hashlib.blake2b(f"{seed}/{target}/{part}".encode(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
             if isinstance(place, Piece):  # drawn whole, so that the ranks have pieces of one model
@@ -107,8 +109,10 @@ def load_weights(
         if _differs(model, checkpoint, name, parameter):
             logger.warning(
                 "%s: %s differs from the embedding, but config.json ties the two: the embedding is used for both. To "
-                "use the file's head, set tie_word_embeddings to false in config.json", checkpoint.path, name,
-            )  # fmt: skip
+                "use the file's head, set tie_word_embeddings to false in config.json",
+                checkpoint.path,
+                name,
+            )
 
 
 def _differs(model: nn.Module, checkpoint: Checkpoint, name: str, parameter: str) -> bool:

@@ -23,9 +23,7 @@ class Rule:
     def _pattern(self) -> re.Pattern[str]:
         text = re.escape(self.source)
         text = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", text)
-        text = re.sub(
-            r"\\\{(\w+):(.*?)\\\}", lambda m: f"(?P<{m[1]}>{m[2]})".replace(r"\|", "|"), text
-        )
+        text = re.sub(r"\\\{(\w+):(.*?)\\\}", lambda m: f"(?P<{m[1]}>{m[2]})".replace(r"\|", "|"), text)
         return re.compile(text)
 
     def match(self, name: str) -> Destination | None:

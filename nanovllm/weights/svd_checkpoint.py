@@ -63,8 +63,12 @@ def read_svd_metadata(folder: Path, model: ModelConfig) -> SvdMetadata:
     moe = model.moe
     assert moe is not None
     sparse = tuple(i for i, is_sparse in enumerate(moe.layers) if is_sparse)
-    for name, wanted in (("layer_ids", sparse), ("num_experts", moe.num_experts), ("hidden_size", model.hidden_size),
-                         ("intermediate_size", moe.intermediate_size)):  # fmt: skip
+    for name, wanted in (
+        ("layer_ids", sparse),
+        ("num_experts", moe.num_experts),
+        ("hidden_size", model.hidden_size),
+        ("intermediate_size", moe.intermediate_size),
+    ):
         if getattr(metadata, name) != wanted:
             raise ModelError(
                 f"{folder}: was made for {name}={getattr(metadata, name)}, this model has {wanted}; {REMAKE}"
@@ -90,8 +94,11 @@ class SvdCheckpoint:
         self.metadata = open_svd_folder(folder, teacher_hash(teacher) if self.has_teacher else None)
         self._layouts = dict(zip(self.metadata.layer_ids, layouts_of(self.metadata)))
         self._own = [name for name in names if ".experts." not in name]
-        self._shapes = {name: shape for layer, layout in self._layouts.items()
-                        for name, shape in _shapes(layer, layout, self.metadata.num_experts)}  # fmt: skip
+        self._shapes = {
+            name: shape
+            for layer, layout in self._layouts.items()
+            for name, shape in _shapes(layer, layout, self.metadata.num_experts)
+        }
         files = [v_file(folder, layer, e) for layer in self._layouts for e in range(self.metadata.num_experts)]
         self._stamps = {path: _stamp(path.stat()) for path in (folder / U_FILE, *files)}
         self._u_locations = read_locations(folder / U_FILE)
@@ -148,9 +155,7 @@ class SvdCheckpoint:
             return both if outputs_first else both.T
         return v if outputs_first else v.T
 
-    def _pread(
-        self, location: Location | None, shape: tuple[int, int], path: Path, cut: Shard | None
-    ) -> torch.Tensor:
+    def _pread(self, location: Location | None, shape: tuple[int, int], path: Path, cut: Shard | None) -> torch.Tensor:
         if location is None or location.num_bytes != shape[0] * shape[1] * location.dtype.itemsize:
             raise ModelError(f"{path}: a tensor of shape {shape} is not there as plain numbers; {REMAKE}")
         size, (rows, columns) = location.dtype.itemsize, shape
@@ -194,8 +199,9 @@ def _shapes(layer: int, layout: ExpertLayout, num_experts: int) -> list[tuple[st
     if layout.is_low_rank:
         found = [(f"svd.{layer}.u13.{w}", (layout.columns, layout.hidden)) for w in ("w1", "w3")]
         found.append((f"svd.{layer}.u2", layout.shared["u2"]))
-    return found + [(f"svd.{layer}.{e}.{part}", shape) for e in range(num_experts)
-                    for part, shape in layout.parts.items()]  # fmt: skip
+    return found + [
+        (f"svd.{layer}.{e}.{part}", shape) for e in range(num_experts) for part, shape in layout.parts.items()
+    ]
 
 
 def _pad(tensor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

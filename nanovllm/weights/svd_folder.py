@@ -35,8 +35,16 @@ MATRICES = ("w1", "w2", "w3")
 METHODS, MODES, W2_MODES = ("pca", "distilled"), ("shared", "private"), ("input", "output")
 DTYPES = ("float32", "bfloat16", "float16")
 HASH_ROWS, HASH_ROW_BYTES = 64, 256
-HASH_FACTS = ("architectures", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-              "num_local_experts", "num_experts", "num_experts_per_tok")  # fmt: skip
+HASH_FACTS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+)
 REMAKE = "make it again with `nanovllm compress`, or set NANOVLLM_DISABLE_SVD=1 to use the model's own experts"
 
 
@@ -212,9 +220,7 @@ def teacher_hash(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _sample(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], files: dict[Path, int]
-) -> tuple[str, bytes]:
+def _sample(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], files: dict[Path, int]) -> tuple[str, bytes]:
     """(dtype, bytes of rows spread over the tensor)."""
     num_rows = shape[0]
     rows = sorted({i * (num_rows - 1) // max(HASH_ROWS - 1, 1) for i in range(HASH_ROWS)})

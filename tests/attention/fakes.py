@@ -17,16 +17,23 @@ from nanovllm.attention.flash_backend import find_kernels
 from nanovllm.ops.attention import paged_attention_reference
 
 LIBRARIES = (
-    "flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface", "flashinfer", "torch.nn.attention.varlen",
-)  # fmt: skip
+    "flash_attn",
+    "flash_attn.flash_attn_interface",
+    "flash_attn_interface",
+    "flashinfer",
+    "torch.nn.attention.varlen",
+)
 
 
 def gpu(capability: tuple[int, int] = (9, 0)) -> Any:
     """As much of a Device as selection asks for."""
     return SimpleNamespace(
-        is_gpu=True, capability=capability, name="Fake GPU", architecture="Hopper",
+        is_gpu=True,
+        capability=capability,
+        name="Fake GPU",
+        architecture="Hopper",
         resolve_dtype=lambda wanted, checkpoint: torch.bfloat16,
-    )  # fmt: skip
+    )
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -43,9 +50,14 @@ def uninstall_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _reference(
-    q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], starts: torch.Tensor, lens: torch.Tensor,
-    tables: torch.Tensor, scale: float, window: tuple[int, int],
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    tables: torch.Tensor,
+    scale: float,
+    window: tuple[int, int],
+) -> torch.Tensor:
     for tensor in (starts, lens, tables):
         assert tensor.dtype == torch.int32
     assert caches[0].ndim == caches[1].ndim == 4
@@ -55,9 +67,19 @@ def _reference(
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), block_table=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    block_table=None,
+):
     """flash-attn 2.5 and newer."""
     assert causal
     assert max_seqlen_q == cu_seqlens_q.diff().max()
@@ -66,9 +88,19 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, page_table=None, cu_seqlens_q=None, max_seqlen_q=None,
-    softmax_scale=None, causal=False, window_size=(-1, -1),
-):  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    cache_seqlens=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    max_seqlen_q=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+):
     """flash-attn 3."""
     assert causal
     assert max_seqlen_q == cu_seqlens_q.diff().max()
@@ -76,9 +108,20 @@ def flash_attn_with_kvcache(
 
 
 def varlen_attn(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False,
-    seqused_k=None, block_table=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+):
     """torch 2.12 and 2.13."""
     assert window_size[1] == 0, "not causal"
     assert enable_gqa or query.shape[1] == key.shape[2]

@@ -38,11 +38,14 @@ def make_batch(lens: list[tuple[int, int]]) -> AttentionBatch:
     query_lens, context_lens = (list(some) for some in zip(*lens))
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     return AttentionBatch(
-        starts, torch.tensor(context_lens, dtype=torch.int32), tables,
-        slots=torch.zeros(sum(query_lens), dtype=torch.int64), max_context_len=max(context_lens),
+        starts,
+        torch.tensor(context_lens, dtype=torch.int32),
+        tables,
+        slots=torch.zeros(sum(query_lens), dtype=torch.int64),
+        max_context_len=max(context_lens),
         num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens)),
         host=HostLens(query_lens, context_lens, spans),
-    )  # fmt: skip
+    )
 
 
 def tensors(batch: AttentionBatch, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,6 +57,10 @@ def tensors(batch: AttentionBatch, spec: AttentionSpec) -> tuple[torch.Tensor, t
 
 def expected(batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
     return paged_attention_reference(
-        *tensors(batch, spec), batch.query_starts, batch.context_lens, batch.block_tables,
-        spec.scale, spec.window,
-    )  # fmt: skip
+        *tensors(batch, spec),
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+        spec.scale,
+        spec.window,
+    )

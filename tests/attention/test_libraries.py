@@ -99,10 +99,15 @@ def test_gathered_keys_come_in_pieces_no_larger_than_allowed(
     monkeypatch.setattr(flash_backend, "GATHER_BYTES", most * 2 * 2 * 8 * 4)
     found = flash_backend.gathered_keys(batch, spec, BLOCK)
     assert [len(piece.slots) for piece in found] == {
-        ("mixed", 1): [40, 16, 21, 18, 2, 50], ("mixed", 36): [40, 16, 21, 20, 50],
-        ("mixed", 37): [40, 37, 20, 50], ("mixed", 1000): [147], ("chunks", 1): [17, 32, 48, 33],
-        ("chunks", 36): [17, 32, 48, 33], ("chunks", 37): [17, 32, 48, 33], ("chunks", 1000): [130],
-    }[step, most]  # fmt: skip
+        ("mixed", 1): [40, 16, 21, 18, 2, 50],
+        ("mixed", 36): [40, 16, 21, 20, 50],
+        ("mixed", 37): [40, 37, 20, 50],
+        ("mixed", 1000): [147],
+        ("chunks", 1): [17, 32, 48, 33],
+        ("chunks", 36): [17, 32, 48, 33],
+        ("chunks", 37): [17, 32, 48, 33],
+        ("chunks", 1000): [130],
+    }[step, most]
     for _ in range(2):
         got = FlashBackend().attend(*tensors(batch, spec), batch, spec)
         torch.testing.assert_close(got, expected(batch, spec), rtol=1e-5, atol=1e-5)
@@ -149,9 +154,15 @@ def test_flash1_gathers_in_pieces(monkeypatch: pytest.MonkeyPatch, most: int) ->
     lens = [17, 17, 16, 50]
     found = list(pieces([0, 1, 2, 3], lens))
     assert [i for piece in found for i in piece] == [0, 1, 2, 3]
-    assert found == {
-        1: [[0], [1], [2], [3]], 33: [[0], [1, 2], [3]], 34: [[0, 1], [2], [3]], 1000: [[0, 1, 2, 3]],
-    }[most]  # fmt: skip
+    assert (
+        found
+        == {
+            1: [[0], [1], [2], [3]],
+            33: [[0], [1, 2], [3]],
+            34: [[0, 1], [2], [3]],
+            1000: [[0, 1, 2, 3]],
+        }[most]
+    )
     spec = AttentionSpec(4, 2, 8, torch.float32)
     batch = make_batch([(1, n) for n in lens] + [(n, n) for n in lens])
     got = Flash1Backend().attend(*tensors(batch, spec), batch, spec)

@@ -48,9 +48,7 @@ def test_padded_decodes_equal_the_reference(
 
 @pytest.mark.parametrize("most", [1, 32, 64, 95, 96, 10**6])
 @each_window
-def test_no_gathered_buffer_exceeds_its_budget(
-    monkeypatch: pytest.MonkeyPatch, most: int, window: int | None
-) -> None:
+def test_no_gathered_buffer_exceeds_its_budget(monkeypatch: pytest.MonkeyPatch, most: int, window: int | None) -> None:
     """Lesson 21: the dense buffer ran out of memory. A sequence that alone needs more is a call of its own."""
     monkeypatch.setattr(sdpa, "GATHER_BYTES", most * TOKEN_BYTES)
     spec, batch = replace(SPEC, window=window), decodes(LENS)
@@ -130,9 +128,12 @@ def test_indices_of_gathered_keys_do_not_wait_for_the_device(monkeypatch: pytest
 def test_the_watchman_is_awake() -> None:
     with NoHostSync():
         for waits in (
-            lambda: torch.ones(1).item(), lambda: torch.ones(3).nonzero(), lambda: torch.ones(3)[torch.ones(3) > 0],
-            lambda: torch.arange(2).repeat_interleave(torch.tensor([1, 2])), lambda: bool(torch.ones(1)),
-        ):  # fmt: skip
+            lambda: torch.ones(1).item(),
+            lambda: torch.ones(3).nonzero(),
+            lambda: torch.ones(3)[torch.ones(3) > 0],
+            lambda: torch.arange(2).repeat_interleave(torch.tensor([1, 2])),
+            lambda: bool(torch.ones(1)),
+        ):
             with pytest.raises(AssertionError):
                 waits()
         torch.arange(2).repeat_interleave(torch.tensor([1, 2]), output_size=3)
@@ -201,5 +202,8 @@ def test_one_decode_on_a_gpu_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_cpu_gets_a_call_for_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = [(1, 40), (1, 16), (5, 21), (18, 18)]
     assert calls_on("cpu", mixed, monkeypatch) == [
-        (1, 2, 3, False), (1, 2, 3, False), (1, 6, 5, True), (1, 6, 18, True),
-    ]  # fmt: skip
+        (1, 2, 3, False),
+        (1, 2, 3, False),
+        (1, 6, 5, True),
+        (1, 6, 18, True),
+    ]

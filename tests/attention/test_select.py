@@ -79,9 +79,12 @@ def test_a_choice_that_cannot_run_is_an_error_with_the_reason(name: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("flash", r"flash_attn is not installed, and torch \S+ has no varlen_attn"),
-     ("flashinfer", "flashinfer is not installed"), ("flash1", "flash_attn is not installed")],
-)  # fmt: skip
+    [
+        ("flash", r"flash_attn is not installed, and torch \S+ has no varlen_attn"),
+        ("flashinfer", "flashinfer is not installed"),
+        ("flash1", "flash_attn is not installed"),
+    ],
+)
 def test_what_is_not_installed_is_named(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"attn_backend='{name}' cannot be used here: refused: {reason}"):
         select_backend(name, [replace(SPEC, dtype=torch.float16)], fakes.gpu(), 256)
@@ -222,9 +225,7 @@ def test_info_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "chosen" in said
 
 
-def test_the_log_says_why_others_were_refused(
-    make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_why_others_were_refused(make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="nanovllm"):
         make_llm(attn_backend="sdpa")
     line = next(record.getMessage() for record in caplog.records if "attention backend" in record.getMessage())

@@ -106,10 +106,16 @@ def test_lengths_meet_the_model(sweep: Any, monkeypatch: pytest.MonkeyPatch, len
 
 @pytest.mark.parametrize(
     ("option", "value", "word"),
-    [("--batch-sizes", "9", "max_num_seqs=8"), ("--batch-sizes", "0", "at least 1"), ("--batch-sizes", "1,,2", "comma"),
-     ("--input-lens", "1", "at least 2"), ("--input-lens", "x", "commas"), ("--backends", "sdpa,nothing", "nothing"),
-     ("--backends", "sdpa,triton", "needs a GPU")],
-)  # fmt: skip
+    [
+        ("--batch-sizes", "9", "max_num_seqs=8"),
+        ("--batch-sizes", "0", "at least 1"),
+        ("--batch-sizes", "1,,2", "comma"),
+        ("--input-lens", "1", "at least 2"),
+        ("--input-lens", "x", "commas"),
+        ("--backends", "sdpa,nothing", "nothing"),
+        ("--backends", "sdpa,triton", "needs a GPU"),
+    ],
+)
 def test_refused_before_anything_is_loaded(
     sweep: Any, monkeypatch: pytest.MonkeyPatch, option: str, value: str, word: str
 ) -> None:
@@ -252,10 +258,12 @@ def test_winner_and_speedup() -> None:
     ("options", "backends"),
     [
         (["--backends", "sdpa", "--batch-sizes", "2", "--input-lens", "4"], ["sdpa"]),
-        (["--attn-backend", "sdpa", "sdpa.math", "--batch-sizes", "1", "2", "--input-lens", "4", "8"],
-         ["sdpa", "sdpa.math"]),
+        (
+            ["--attn-backend", "sdpa", "sdpa.math", "--batch-sizes", "1", "2", "--input-lens", "4", "8"],
+            ["sdpa", "sdpa.math"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_script(llama: TinyModel, options: list[str], backends: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench_my.py"), *options, "--model-path", str(llama.path), *SMALL, "--load-format",

@@ -169,8 +169,16 @@ def test_only_decode_is_measured(dummy_mixtral: EngineConfig, monkeypatch: pytes
 
 def test_the_bound_counts_what_had_to_travel() -> None:
     """A right guess is a miss; an expert that the CPU computed did not travel."""
-    stats = ExpertStats(hits=6, misses=4, computed_on_cpu=1, bytes_copied=70, prefetched_bytes_useful=30,
-                        prefetched_bytes_wasted=10, stall_seconds=0.5, tokens=2)  # fmt: skip
+    stats = ExpertStats(
+        hits=6,
+        misses=4,
+        computed_on_cpu=1,
+        bytes_copied=70,
+        prefetched_bytes_useful=30,
+        prefetched_bytes_wasted=10,
+        stall_seconds=0.5,
+        tokens=2,
+    )
     row = lab.rates(stats, num_tokens=2, seconds=1.0, expert_bytes=10, link=60.0)
     assert row["missed_bytes_per_token"] == 15
     assert (row["bound_tokens_per_second"], row["share_of_bound"], row["stall_share"]) == (4.0, 0.5, 0.5)
@@ -246,18 +254,22 @@ def test_spread_routing_repeats_by_seed(dummy: EngineConfig) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--cached", "2,9"), ("--cached 9", "8 experts")), (("--cached", "-1"), ("--cached", "at least 0")),
-        (("--cached", "2;4"), ("--cached", "comma")), (("--num-layers", 2), ("--num-layers 2", "--load-format dummy")),
+        (("--cached", "2,9"), ("--cached 9", "8 experts")),
+        (("--cached", "-1"), ("--cached", "at least 0")),
+        (("--cached", "2;4"), ("--cached", "comma")),
+        (("--num-layers", 2), ("--num-layers 2", "--load-format dummy")),
         (("--num-layers", 5, "--load-format", "dummy"), ("--num-layers 5", "1 to 4")),
         (("--num-layers", 0, "--load-format", "dummy"), ("--num-layers 0", "1 to 4")),
-        (("--routing", "spread"), ("--routing spread", "dummy")), (("--routing", "even"), ("'even'", "model, spread")),
-        (("--tokens", 0), ("--tokens 0", "at least 1")), (("--input-len", 0), ("--input-len 0", "at least 1")),
+        (("--routing", "spread"), ("--routing spread", "dummy")),
+        (("--routing", "even"), ("'even'", "model, spread")),
+        (("--tokens", 0), ("--tokens 0", "at least 1")),
+        (("--input-len", 0), ("--input-len 0", "at least 1")),
         (("--max-model-len", 15), ("16", "max_model_len=15")),
         (("--expert-cache-gb", 1), ("--expert-cache-gb 1", "--cached")),
         (("--parts", "offload,speed"), ("'speed'", "kernels, offload")),
         (("--shapes", "gpt"), ("'gpt'", "mixtral-8x22b")),
     ],
-)  # fmt: skip
+)
 def test_refused_before_anything_is_loaded(
     bench: Any, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...], words: tuple[str, ...]
 ) -> None:
@@ -289,9 +301,13 @@ def test_a_dense_model(bench: Any, llama: Any) -> None:
 @needs_no_gpu
 @pytest.mark.parametrize(
     ("options", "word"),
-    [((), "nothing to measure"), (("--parts", "kernels"), "need a GPU"), (("--tune",), "need a GPU"),
-     (("--model", TINY, "--parts", "kernels,offload"), "need a GPU")],
-)  # fmt: skip
+    [
+        ((), "nothing to measure"),
+        (("--parts", "kernels"), "need a GPU"),
+        (("--tune",), "need a GPU"),
+        (("--model", TINY, "--parts", "kernels,offload"), "need a GPU"),
+    ],
+)
 def test_without_a_gpu(run: Run, options: tuple[Any, ...], word: str) -> None:
     result = run("bench", "moe", *options)
     assert result.code == 2
@@ -336,8 +352,14 @@ def test_kernels_and_tuning_in_the_report(run: Run, monkeypatch: pytest.MonkeyPa
     shape = moe_tiles.Shape(4096, 14336, 2, torch.bfloat16)
     plans = [moe_tiles.Plan("gemv"), moe_tiles.Plan("tiles", 16)]
     entries = [moe_tiles.entry_of("card", shape, n, plan) for n, plan in zip((1, 8), plans)]
-    moe_tiles.write_table(table, [entries[0], moe_tiles.entry_of("card", shape, 8, moe_tiles.Plan("tiles", 32)),
-                                  moe_tiles.entry_of("other card", shape, 8, plans[1])])  # fmt: skip
+    moe_tiles.write_table(
+        table,
+        [
+            entries[0],
+            moe_tiles.entry_of("card", shape, 8, moe_tiles.Plan("tiles", 32)),
+            moe_tiles.entry_of("other card", shape, 8, plans[1]),
+        ],
+    )
     monkeypatch.setattr(moe_tiles, "TABLE", table)
     monkeypatch.setattr(moe_kernels, "tune", lambda shapes, device: asked.append(shapes) or entries)
     monkeypatch.setattr(moe_kernels, "need_gpu", lambda _: None)
@@ -364,8 +386,17 @@ def test_dashed_lines_take_the_colour_of_theirs(tmp_path: Path, monkeypatch: pyt
     figure = pytest.importorskip("matplotlib.figure")
     kept: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: kept.append(self))
-    rows = [{"cached": n, "variant": v, "tokens_per_second": 9.0 * n, "bound_tokens_per_second": 10.0 * n,
-             "share_of_bound": 0.9} for v in lab.VARIANTS for n in (2, 4)]  # fmt: skip
+    rows = [
+        {
+            "cached": n,
+            "variant": v,
+            "tokens_per_second": 9.0 * n,
+            "bound_tokens_per_second": 10.0 * n,
+            "share_of_bound": 0.9,
+        }
+        for v in lab.VARIANTS
+        for n in (2, 4)
+    ]
     lab.plot_offload(tmp_path / "x.png", "title: of it, routing model", rows)
     above, below = kept[0].axes
     lines = {line.get_label(): line for line in above.get_lines()}

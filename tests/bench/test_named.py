@@ -37,13 +37,21 @@ def test_a_repeat_shares_no_prefix() -> None:
 @pytest.mark.parametrize(
     ("model", "name", "limit"),
     [
-        ("qwen3-0.6b", "main", 37_158), ("qwen3-0.6b", "1x512", 3_466), ("qwen3-0.6b", "64x2048", 11_805),
-        ("qwen3-0.6b", "256x512", 44_775), ("qwen3-0.6b", "prefill 64x1024", 654_000),
-        ("qwen3-8b", "main", 13_070), ("qwen3-8b", "64x512", 10_220), ("qwen3-8b", "prefill 16x1024", 51_519),
-        ("mixtral-8x7b", "main", 4_560), ("mixtral-8x7b", "1x256", 172), ("mixtral-8x7b", "16x256", 748),
-        ("mixtral-8x7b", "64x512", 2_618), ("mixtral-8x7b", "prefill 16x1024", 30_233),
+        ("qwen3-0.6b", "main", 37_158),
+        ("qwen3-0.6b", "1x512", 3_466),
+        ("qwen3-0.6b", "64x2048", 11_805),
+        ("qwen3-0.6b", "256x512", 44_775),
+        ("qwen3-0.6b", "prefill 64x1024", 654_000),
+        ("qwen3-8b", "main", 13_070),
+        ("qwen3-8b", "64x512", 10_220),
+        ("qwen3-8b", "prefill 16x1024", 51_519),
+        ("mixtral-8x7b", "main", 4_560),
+        ("mixtral-8x7b", "1x256", 172),
+        ("mixtral-8x7b", "16x256", 748),
+        ("mixtral-8x7b", "64x512", 2_618),
+        ("mixtral-8x7b", "prefill 16x1024", 30_233),
     ],
-)  # fmt: skip
+)
 def test_limits_are_the_published_ones(model: str, name: str, limit: float) -> None:
     config = ModelConfig.from_hf(json.loads((MODELS / model / "config.json").read_text()))
     workload, is_prefill = parse_workload(name)

@@ -55,8 +55,10 @@ def test_compare_hf(run: Run, llama: TinyModel, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["latency", "crossover"])
 def test_other_benches(run: Run, llama: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    sizes = {"latency": (*LOAD, "--startup", 0),
-             "crossover": ("--backends", "sdpa", "--batch-sizes", 2, "--input-lens", 16)}  # fmt: skip
+    sizes = {
+        "latency": (*LOAD, "--startup", 0),
+        "crossover": ("--backends", "sdpa", "--batch-sizes", 2, "--input-lens", 16),
+    }
     title = {"latency": "one at a time", "crossover": "measuring"}[name]
     assert title in shown(run, monkeypatch, "bench", name, *sizes[name], "--model", llama.path, *SMALL)
 

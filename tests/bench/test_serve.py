@@ -19,8 +19,14 @@ from tests.cli.runner import Run, make_runner
 from tests.server.rig import Running, running
 from tests.tiny_models import TinyModel
 
-BASE: dict[str, Any] = {"num_requests": 12, "rate": 50.0, "arrivals": "fixed", "input_len": Lengths(8, 20),
-                        "output_len": Lengths(6, 6), "vocab_size": 300}  # fmt: skip
+BASE: dict[str, Any] = {
+    "num_requests": 12,
+    "rate": 50.0,
+    "arrivals": "fixed",
+    "input_len": Lengths(8, 20),
+    "output_len": Lengths(6, 6),
+    "vocab_size": 300,
+}
 
 
 @pytest.fixture(scope="module")

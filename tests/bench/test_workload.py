@@ -27,9 +27,14 @@ def test_small_vocabulary() -> None:
 
 @pytest.mark.parametrize(
     ("text", "exact", "up_to"),
-    [("64", (64, 64), (64, 64)), ("100", (100, 100), (100, 100)), ("101", (101, 101), (100, 101)),
-     ("32..256", (32, 256), (32, 256)), ("1..1", (1, 1), (1, 1))],
-)  # fmt: skip
+    [
+        ("64", (64, 64), (64, 64)),
+        ("100", (100, 100), (100, 100)),
+        ("101", (101, 101), (100, 101)),
+        ("32..256", (32, 256), (32, 256)),
+        ("1..1", (1, 1), (1, 1)),
+    ],
+)
 def test_lengths(text: str, exact: tuple[int, int], up_to: tuple[int, int]) -> None:
     assert Lengths.parse(text) == Lengths(*exact)
     assert Lengths.parse(text, lowest_of_max=100) == Lengths(*up_to)

@@ -31,9 +31,12 @@ def violations() -> Callable[[Watched], list[Any]]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("locale", ["en-US", "zh-CN"])
 def test_axe_finds_nothing(
-    open_page: Callable[..., Watched], server: Running, violations: Callable[[Watched], list[Any]], scheme: str,
+    open_page: Callable[..., Watched],
+    server: Running,
+    violations: Callable[[Watched], list[Any]],
+    scheme: str,
     locale: str,
-) -> None:  # fmt: skip
+) -> None:
     page = open_page(server.url, color_scheme=scheme, locale=locale, tour=True)
     assert violations(page) == []
     pretend(page, MARKDOWN)

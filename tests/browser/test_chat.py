@@ -175,8 +175,13 @@ def test_markdown_is_shown_and_html_is_not(page: Watched) -> None:
     assert "[bad](javascript:alert(1)) [worse](data:text/html,x)" in text.inner_text()
     assert '<img src=x onerror="window.hurt = 1"><script>' in text.inner_text()
     assert text.locator("img, script").count() == 0
-    assert text.evaluate("e => [...e.querySelectorAll('*')].flatMap(n => n.getAttributeNames())"
-                         ".filter(name => name.startsWith('on'))") == []  # fmt: skip
+    assert (
+        text.evaluate(
+            "e => [...e.querySelectorAll('*')].flatMap(n => n.getAttributeNames())"
+            ".filter(name => name.startsWith('on'))"
+        )
+        == []
+    )
     assert page.page.evaluate("window.hurt") is None
 
 

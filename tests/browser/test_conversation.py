@@ -113,8 +113,10 @@ def test_two_tabs_do_not_overwrite_each_other(page: Watched, server: Running) ->
         assert texts(one) == wanted
     # A duplicated tab has a copy of the session's storage, too.
     copied = tab(server.url)
-    copied.page.evaluate("(id) => sessionStorage.setItem('nanovllm.conversation', id)",
-                         page.page.evaluate("nanovllm.chat.conversation.id"))  # fmt: skip
+    copied.page.evaluate(
+        "(id) => sessionStorage.setItem('nanovllm.conversation', id)",
+        page.page.evaluate("nanovllm.chat.conversation.id"),
+    )
     copied.page.reload()
     copied.page.wait_for_selector("html[data-started]")
     talk(copied, ("five", "fifth"))

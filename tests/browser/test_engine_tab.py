@@ -28,8 +28,10 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
     """Some begin alike (whole blocks of it, and part of one), some do not."""
     draw = random.Random(seed)
     common = [draw.randrange(20, 200) for _ in range(40)]
-    return [common[: draw.choice((0, 16, 33, 40))] + [draw.randrange(20, 200) for _ in range(draw.randrange(1, 70))]
-            for _ in range(count)]  # fmt: skip
+    return [
+        common[: draw.choice((0, 16, 33, 40))] + [draw.randrange(20, 200) for _ in range(draw.randrange(1, 70))]
+        for _ in range(count)
+    ]
 
 
 async def _load(url: str, prompts: list[list[int]], leave: set[int]) -> None:
@@ -265,8 +267,10 @@ def replayed(path: Path) -> Iterator[dict[str, Any]]:
         yield {
             "tables": {str(seq.id): [*seq.blocks] for seq in replay.seqs.values() if seq.blocks},
             "tokens": {str(seq.id): [seq.tokens, seq.computed, seq.preemptions] for seq in replay.seqs.values()},
-            "held": sorted(replay.held), "cached": sorted(replay.cached()), "free": replay.num_free(),
-        }  # fmt: skip
+            "held": sorted(replay.held),
+            "cached": sorted(replay.cached()),
+            "free": replay.num_free(),
+        }
 
 
 SHOWN = """() => { const r = nanovllm.engine.replay, seqs = [...r.seqs.values()], number = (a, b) => a - b; return {

@@ -67,9 +67,11 @@ def test_a_page_of_another_site(visit: Any, port: int, server: Running) -> None:
     page, url = visit(f"http://localhost:{port}"), server.url
     before = server.engine.stats.generated_tokens
     asked: list[tuple[str, Any]] = [
-        ("/engine/info", None), ("/metrics", None), ("/v1/completions", {"prompt": "the", "max_tokens": 1}),
+        ("/engine/info", None),
+        ("/metrics", None),
+        ("/v1/completions", {"prompt": "the", "max_tokens": 1}),
         ("/engine/control", {"action": "pause"}),
-    ]  # fmt: skip
+    ]
     for path, body in asked:
         assert page.evaluate(ASK, [url + path, body])[0] == "refused", path
     assert not server.service.engine.paused

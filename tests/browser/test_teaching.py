@@ -122,9 +122,7 @@ def test_an_idle_engine_makes_no_tokens(page: Watched, server: Running) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_jumps_when_the_lines_change(
-    open_page: Callable[..., Watched], server: Running, width: int
-) -> None:
+def test_nothing_jumps_when_the_lines_change(open_page: Callable[..., Watched], server: Running, width: int) -> None:
     page = open_page(server.url, viewport={"width": width, "height": 800})
     page.watch_engine()
     places = page.page.evaluate(

@@ -52,9 +52,7 @@ def test_no_chat(run: Run, args: Any, texts: dict[str, list[str]]) -> None:
 def test_several_prompts_are_printed_in_order(run: Run, args: Any, texts: dict[str, list[str]]) -> None:
     """The second has the shortest prompt and two may run at once: it is the first to end, and still printed second."""
     result = run("generate", *PROMPTS, *args, "--max-tokens", 12, "--max-num-seqs", 2, "--scheduling-policy", "sjf")
-    expected = "".join(
-        f"[{i}/3] {prompt}\n{text}\n" for i, (prompt, text) in enumerate(zip(PROMPTS, texts["chat"]), 1)
-    )
+    expected = "".join(f"[{i}/3] {prompt}\n{text}\n" for i, (prompt, text) in enumerate(zip(PROMPTS, texts["chat"]), 1))
     assert result.out == expected
 
 

@@ -25,10 +25,17 @@ from tests.tiny_models import TinyModel
 ROOT = Path(__file__).resolve().parents[2]
 IN_USE = "low-rank experts in use: 50% of the experts' bytes"
 OTHERS: dict[str, Any] = {  # of each option that may do nothing, a value that is not its default
-    "gpu_memory_utilization": 0.5, "gpu_memory_gb": 1.0, "enforce_eager": True, "cpu_kvcache_gb": 1.0,
-    "expert_placement": "resident", "expert_cache_gb": 0.5, "expert_host_gb": 1.0, "expert_policy": "lru",
-    "expert_prefetch": False, "expert_cpu_misses": True,
-}  # fmt: skip
+    "gpu_memory_utilization": 0.5,
+    "gpu_memory_gb": 1.0,
+    "enforce_eager": True,
+    "cpu_kvcache_gb": 1.0,
+    "expert_placement": "resident",
+    "expert_cache_gb": 0.5,
+    "expert_host_gb": 1.0,
+    "expert_policy": "lru",
+    "expert_prefetch": False,
+    "expert_cpu_misses": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +75,12 @@ def test_generate_says_once_that_experts_are_low_rank(
 
 def test_two_ranks_say_it_once(low_rank: Path) -> None:
     command = [sys.executable, "-m", "nanovllm", "generate", "the rain", "--model", str(low_rank), *SMALL]
-    done = subprocess.run([*command, "--max-tokens", "3", "--tensor-parallel-size", "2", "--enforce-eager"],
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [*command, "--max-tokens", "3", "--tensor-parallel-size", "2", "--enforce-eager"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert len(lines_with(done.stderr, IN_USE)) == 1
     assert len(lines_with(done.stderr, "enforce_eager=True has no effect")) == 1
 

@@ -43,8 +43,14 @@ def test_mixtral_on_11_gb(run: Run) -> None:
     assert places["experts", "slots only"] == ["12", "3.94"]
     assert places["experts", "disk"] == ["74", "24.28"]
     assert places["KV cache", "GPU"][0].endswith(" tokens")
-    for text in ("what goes where: offload", "longest context: 32768", "PCIe 3 x16 12 or PCIe 4 x16 25", "disk: 3 GB/s",
-                 "74 are read from disk each time", "settings:"):  # fmt: skip
+    for text in (
+        "what goes where: offload",
+        "longest context: 32768",
+        "PCIe 3 x16 12 or PCIe 4 x16 25",
+        "disk: 3 GB/s",
+        "74 are read from disk each time",
+        "settings:",
+    ):
         assert text in result.out, result.out
     speeds = {row[0]: row[1:] for row in rows if row[0] in ("1", "16")}
     assert set(speeds) == {"1", "16"}
@@ -227,9 +233,15 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "link", "read"),
-    [(11, (12, 25), (350, 600)), (12, (12, 25), (350, 600)), (12.1, (12, 25), (450, 1000)), (24, (12, 25), (450, 1000)),
-     (24.1, (25, 55), (700, 1000)), (139, (25, 55), (4000, 4800))],
-)  # fmt: skip
+    [
+        (11, (12, 25), (350, 600)),
+        (12, (12, 25), (350, 600)),
+        (12.1, (12, 25), (450, 1000)),
+        (24, (12, 25), (450, 1000)),
+        (24.1, (25, 55), (700, 1000)),
+        (139, (25, 55), (4000, 4800)),
+    ],
+)
 def test_assumed_bandwidths(size: float, link: tuple[int, int], read: tuple[int, int]) -> None:
     (slow, fast), said = find_links(PlanOptions(), Memory(int(size * GIB), 0))
     assert (slow.host_to_gpu, fast.host_to_gpu) == (link[0] * 1e9, link[1] * 1e9)
@@ -273,8 +285,9 @@ def test_the_table_of_the_docs_is_this_plan() -> None:
     found = re.findall(r"^\| (\d+) \| ([\d,]+) \| (\d+) \+ (\d+) \| (\d+) / (\d+) \| (.+?) \| (.+?) \|$", text, re.M)
     assert len(found) == 6
     for host, length, cached, streaming, on_host, on_disk, one, sixteen in found:
-        options = PlanOptions(model=str(MIXTRAL), gpu_memory_gb=11, host_memory_gb=int(host),
-                              max_model_len=int(length.replace(",", "")))  # fmt: skip
+        options = PlanOptions(
+            model=str(MIXTRAL), gpu_memory_gb=11, host_memory_gb=int(host), max_model_len=int(length.replace(",", ""))
+        )
         plan = make_plan(options)
         assert plan.tiers is not None
         said = (int(cached), int(streaming), int(on_host), int(on_disk))
@@ -293,13 +306,23 @@ def test_two_hosts(run: Run) -> None:
     args = ("--model", MODELS / "qwen3-8b", *LARGE, "--tensor-parallel-size", 8, "--hosts", 2)
     result = run("plan", *args)
     assert result.code == 0
-    for text in ("8 GPUs on 2 hosts; bytes below are those of each GPU", "host 128.00 GiB", "a step, computed",
-                 "nothing was measured on several GPUs", "4,330 GB/s (measured on an H200)",
-                 "NVLink 4, 360 GB/s and 2 us (assumed)", "100 Gb/s Ethernet, 11 GB/s and 25 us (assumed)",
-                 "MB all-reduced a layer", "MB a host sends", "over one such GPU."):  # fmt: skip
+    for text in (
+        "8 GPUs on 2 hosts; bytes below are those of each GPU",
+        "host 128.00 GiB",
+        "a step, computed",
+        "nothing was measured on several GPUs",
+        "4,330 GB/s (measured on an H200)",
+        "NVLink 4, 360 GB/s and 2 us (assumed)",
+        "100 Gb/s Ethernet, 11 GB/s and 25 us (assumed)",
+        "MB all-reduced a layer",
+        "MB a host sends",
+        "over one such GPU.",
+    ):
         assert text in result.out, result.out
-    rows = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("│")[1:-1]]
-            for line in result.out.splitlines() if "│" in line)}  # fmt: skip
+    rows = {
+        row[0]: row[1:]
+        for row in ([cell.strip() for cell in line.split("│")[1:-1]] for line in result.out.splitlines() if "│" in line)
+    }
     assert rows["dense weights"][2] == "1.91"
     record = plan_json(run, *args)
     works = record["scaling"]["works"]
@@ -418,8 +441,12 @@ def test_a_table_says_what_does_not_divide_and_what_does_not_fit(run: Run, tmp_p
 def run_example(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "example_mixtral.py"), *args],
-        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def test_the_example_plans_and_runs() -> None:

@@ -229,8 +229,18 @@ def test_the_links_of_the_page_are_those_of_the_code() -> None:
 
 def test_names_and_commands_of_the_page_exist() -> None:
     wrong: dict[str, Any] = {span: problem for span in spans(read(PAGE)) if (problem := problem_with(span))}
-    known = {"RAY_ADDRESS", "NCCL_DEBUG=INFO", "NCCL_SOCKET_IFNAME", "X-Nanovllm-Replica", "--replicas",
-             "--node-rank 1", "RAY_AUTH_MODE=token", "nano-vllm[ray]", "/metrics", "nvidia-smi topo -m"}  # fmt: skip
+    known = {
+        "RAY_ADDRESS",
+        "NCCL_DEBUG=INFO",
+        "NCCL_SOCKET_IFNAME",
+        "X-Nanovllm-Replica",
+        "--replicas",
+        "--node-rank 1",
+        "RAY_AUTH_MODE=token",
+        "nano-vllm[ray]",
+        "/metrics",
+        "nvidia-smi topo -m",
+    }
     assert not set(wrong) - known
     lines = [line for block in blocks(read(PAGE), "bash") for line in block.splitlines()]
     ours = [line for line in lines if line.startswith(("nanovllm ", "RAY_ADDRESS"))]

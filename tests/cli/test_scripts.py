@@ -53,8 +53,12 @@ class Clone:
         self.log.write_text("")
         done = subprocess.run(
             ["bash", str(self.root / script), *args],
-            env={**self.env, **env}, cwd="/", capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env={**self.env, **env},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return done.returncode, self.log.read_text().splitlines(), done.stdout + done.stderr
 
 

@@ -36,8 +36,12 @@ def check(rank: int, num_rows: int, device: torch.device) -> dict[str, object]:
     experts = [Expert(matrix(SIZE, HIDDEN), matrix(HIDDEN, SIZE), matrix(SIZE, HIDDEN)) for _ in range(EXPERTS)]
     scales = 0.999 ** torch.arange(HIDDEN)
     ids = torch.rand(num_rows, EXPERTS).topk(2).indices
-    rows = Rows(torch.randn(num_rows, HIDDEN) * scales, ids, torch.rand(num_rows, 2).softmax(-1),
-                torch.arange(num_rows) % 10 == 9)  # fmt: skip
+    rows = Rows(
+        torch.randn(num_rows, HIDDEN) * scales,
+        ids,
+        torch.rand(num_rows, 2).softmax(-1),
+        torch.arange(num_rows) % 10 == 9,
+    )
     how = Fit(dtype=torch.bfloat16)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -62,10 +66,15 @@ def check(rank: int, num_rows: int, device: torch.device) -> dict[str, object]:
     peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
     names = list(laps)
     return {
-        "rank": rank, "rows": num_rows, "seconds": total, "peak_gb": peak, "heldout_errors": errors,
+        "rank": rank,
+        "rows": num_rows,
+        "seconds": total,
+        "peak_gb": peak,
+        "heldout_errors": errors,
         "parts": {name: laps[name] - laps[before] for before, name in pairwise(names)},
-        "bound": {"seconds": MOST_SECONDS, "gb": MOST_GB}, "ok": total < MOST_SECONDS and peak < MOST_GB,
-    }  # fmt: skip
+        "bound": {"seconds": MOST_SECONDS, "gb": MOST_GB},
+        "ok": total < MOST_SECONDS and peak < MOST_GB,
+    }
 
 
 def main() -> None:
@@ -76,8 +85,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     found = check(args.rank, args.rows, torch.device(args.device))
-    found |= {"device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
-              "torch": torch.__version__}  # fmt: skip
+    found |= {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+        "torch": torch.__version__,
+    }
     print(json.dumps(found))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)

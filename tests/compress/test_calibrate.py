@@ -47,7 +47,7 @@ def test_gram_matrices_are_those_of_the_rows(calibration: Calibration) -> None:
                         rows = x[ids[:, place] == e].double() * weights[ids[:, place] == e, place, None]
                         grams[layer, e] += rows.T @ rows
                 y = dense(x, ids, weights)
-                outs[layer] += (y.double().T @ y.double())
+                outs[layer] += y.double().T @ y.double()
                 return y
 
             return run

@@ -91,8 +91,11 @@ def test_a_report(run: Run, calib_path: Path, tmp_path: Path, caplog: pytest.Log
     rows = result.last_json["results"]
     assert json.loads(page.read_text())["results"] == rows
     assert [(row["method"], row["rank"]) for row in rows] == [
-        ("pca", 8), ("distilled", 8), ("pca", 64), ("distilled", 64),
-    ]  # fmt: skip
+        ("pca", 8),
+        ("distilled", 8),
+        ("pca", 64),
+        ("distilled", 64),
+    ]
     by = {(row["method"], row["rank"]): row for row in rows}
     assert by["distilled", 64]["kl"] < by["distilled", 8]["kl"]
     assert by["distilled", 64]["kl"] < by["pca", 64]["kl"]
@@ -102,8 +105,9 @@ def test_a_report(run: Run, calib_path: Path, tmp_path: Path, caplog: pytest.Log
     assert sum(measured) / 4 == pytest.approx(by["distilled", 64]["predicted_error"], rel=0.5)
     assert by["pca", 64]["heldout_errors"]["3"]["layer"] > by["distilled", 64]["heldout_errors"]["3"]["layer"]
     assert len(by["pca", 8]["heldout_errors"]["0"]["experts"]) == 8
-    assert re.search(r"the model itself has perplexity [\d.]+; pca rank 8 \(7%\) [\d.]+ times that \(unreadable text\)",
-                     result.out)  # fmt: skip
+    assert re.search(
+        r"the model itself has perplexity [\d.]+; pca rank 8 \(7%\) [\d.]+ times that \(unreadable text\)", result.out
+    )
     assert caplog.text.count("saw fewer rows") == 1  # and not once for each rank
     assert "is in the calibration's text too" not in caplog.text
     for word in ("held-out", "KL", "perplexity", "router", "tok/s here", "teacher", "predicted"):
@@ -193,16 +197,15 @@ def test_files_of_another_kind_are_not_overwritten(
 # ---- what cannot be known --------------------------------------------------------------------------------------------
 
 
-def test_a_text_that_says_nothing_predicts_nothing(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_that_says_nothing_predicts_nothing(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """20,000 lines of x: two directions. Every rank would seem enough; perplexity was 46,250 times the model's."""
     text = tmp_path / "x.txt"
     text.write_text("x\n" * 20_000)
     calib = ("--calib-path", tmp_path / "calib")
     made = run("compress", "calibrate", *MODEL, "--out", calib[1], "--text", text)
-    done = run("compress", "distill", *MODEL, *calib, "--output-dir", tmp_path / "svd", "--rank", 16, "--w2-mode",
-               "output")  # fmt: skip
+    done = run(
+        "compress", "distill", *MODEL, *calib, "--output-dir", tmp_path / "svd", "--rank", 16, "--w2-mode", "output"
+    )
     assert (made.code, done.code) == (0, 0), made.err + done.err
     few = re.findall(r"1\d of 32 experts saw fewer rows than the hidden size of 128, 1\d of them none", caplog.text)
     narrow = re.findall(r"effective rank of \d of 128; the text is too uniform", caplog.text)
@@ -247,7 +250,15 @@ def test_long_runs_show_progress_on_a_terminal_only(
         return stderr.getvalue()
 
     found = shown(Terminal(), tmp_path / "a")
-    for name in ("calibrating", "predicting", "distilled experts", "refining", "running the text", "held-out rows",
-                 "report", "tokens a second"):  # fmt: skip
+    for name in (
+        "calibrating",
+        "predicting",
+        "distilled experts",
+        "refining",
+        "running the text",
+        "held-out rows",
+        "report",
+        "tokens a second",
+    ):
         assert f"{name}:" in found, name
     assert "%|" not in shown(io.StringIO(), tmp_path / "b")

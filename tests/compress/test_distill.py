@@ -175,8 +175,11 @@ def test_the_damage_is_said_in_words(calibration: Calibration) -> None:
         bad = describe_damage(model, losses, equal_ranks(model, 8), both)
         assert bad.startswith("rank 8: at most 7% of the experts' bytes kept, U included; predicted error")
         assert "unreadable text (perplexity more than 7.5 times the model's, going by two small ones)" in bad
-        assert re.search(r"; rank 1\d\d \(at most 9\d%\) is the smallest with nearly the same to a little worse text: "
-                         r"1\.1 to 1\.5 times$", bad), bad  # fmt: skip
+        assert re.search(
+            r"; rank 1\d\d \(at most 9\d%\) is the smallest with nearly the same to a little worse text: "
+            r"1\.1 to 1\.5 times$",
+            bad,
+        ), bad
         assert "rank 8: 7% of" in describe_damage(model, losses, equal_ranks(model, 8), one)
         whole = describe_damage(model, losses, equal_ranks(model, 128), both)
         assert "at most 112% of the experts' bytes kept, U included, which saves nothing" in whole
@@ -185,8 +188,10 @@ def test_the_damage_is_said_in_words(calibration: Calibration) -> None:
         mixed = {layer: {"w1": 3, "w2": 4, "w3": 5 + layer} for layer in range(4)}
         assert describe_damage(model, losses, mixed, one).startswith("ranks 3 to 8: ")
         narrow = describe_damage(model, losses, equal_ranks(model, 64), both, narrow=True)
-        assert narrow == ("rank 64: at most 56% of the experts' bytes kept, U included; what becomes of the text "
-                          "cannot be predicted from this calibration")  # fmt: skip
+        assert narrow == (
+            "rank 64: at most 56% of the experts' bytes kept, U included; what becomes of the text "
+            "cannot be predicted from this calibration"
+        )
         hard = {key: [1.0] * 128 + [0.0] for key in losses}  # only the full rank is of use
         assert describe_damage(model, hard, equal_ranks(model, 64), both).endswith(
             "no rank that saves bytes is predicted to keep the text, so measure with `report` before you use it"
@@ -209,12 +214,22 @@ def test_the_predicted_range_holds_what_was_measured(error: float, measured: flo
 
 def test_ranges_and_words() -> None:
     assert [describe_range(perplexity_range(error)) for error in (0.0, 0.414, 0.586, 0.964, 0.965)] == [
-        "1.0 to 1.0 times", "1.1 to 1.7 times", "1.4 to 3.5 times", "7.5 to 3,192 times", "more than 7.5 times",
-    ]  # fmt: skip
+        "1.0 to 1.0 times",
+        "1.1 to 1.7 times",
+        "1.4 to 3.5 times",
+        "7.5 to 3,192 times",
+        "more than 7.5 times",
+    ]
     assert [text_in_words(times) for times in (0.9, 1.1, 1.11, 1.5, 1.51, 5.0, 5.01, 1e9)] == [
-        "nearly the same text", "nearly the same text", "a little worse text", "a little worse text",
-        "clearly worse text", "clearly worse text", "unreadable text", "unreadable text",
-    ]  # fmt: skip
+        "nearly the same text",
+        "nearly the same text",
+        "a little worse text",
+        "a little worse text",
+        "clearly worse text",
+        "clearly worse text",
+        "unreadable text",
+        "unreadable text",
+    ]
     assert text_in_words(1.2, 1.4) == "a little worse text"
     assert text_in_words(1.2, 9.0) == "a little worse to unreadable text"
 

@@ -95,9 +95,15 @@ def solved_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
 )
 def test_a_killed_distillation_goes_on(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, calls: int, options: Options,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str,
+    name: str,
+    calls: int,
+    options: Options,
     solved: list[int],
-) -> None:  # fmt: skip
+) -> None:
     folder = tmp_path / "svd"
     compress(TRAINED, None, folder, dataclasses.replace(OPTIONS, method="pca", rank=4), "cpu")
     before = content(folder)
@@ -129,9 +135,7 @@ def test_what_the_kill_left_unreadable_is_computed_again(
     assert content(folder) == content(place / "closed")
 
 
-def test_a_file_that_the_system_refuses_to_write(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_system_refuses_to_write(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real failure of a real write, by the limit on a file's size: the command says one line and what became of the
     work, and the same command goes on when there is room. Files of experts have 25 kB, that of all U has 49."""
     folder = tmp_path / "svd"
@@ -179,8 +183,10 @@ def without_text(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_killed_calibration_goes_on(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, out = small_text(place, 3000), tmp_path / "calib"
-    job = (f"calibrate.collect(Path({str(TRAINED)!r}), Path({str(out)!r}), "
-           f"calibrate.Source(Path({str(text)!r}), window=64), 8, 'cpu')")  # fmt: skip
+    job = (
+        f"calibrate.collect(Path({str(TRAINED)!r}), Path({str(out)!r}), "
+        f"calibrate.Source(Path({str(text)!r}), window=64), 8, 'cpu')"
+    )
     run_killed("calibrate", "save_file", 3, job)  # the windows, layer 0, layer 1
     assert not out.exists()
     with monkeypatch.context() as patch:

@@ -89,9 +89,13 @@ STRANGE = [other_folder, plain_file, a_model, of_the_other_command, with_notes, 
 @pytest.mark.parametrize("name", ["out", "out.partial", "out.previous"])
 @pytest.mark.parametrize("strange", STRANGE)
 def test_what_others_made_is_refused_and_untouched(
-    makers: dict[str, Make], made: dict[str, Path], tmp_path: Path, command: str, strange: Callable[..., None],
+    makers: dict[str, Make],
+    made: dict[str, Path],
+    tmp_path: Path,
+    command: str,
+    strange: Callable[..., None],
     name: str,
-) -> None:  # fmt: skip
+) -> None:
     strange(tmp_path / name, made, command)
     before = content(tmp_path)
     with pytest.raises(ConfigError, match=r"would (be deleted|delete).*another folder") as caught:

@@ -71,8 +71,13 @@ def test_refused_with_place_and_token(tokenizer: Any) -> None:
     with pytest.raises(RequestError, match=r"^the prompt: contains '<\|end\|>'.*special_tokens_in_text"):
         guarded.parse(FORGED)
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": {"b": ["<|user|>"]}}'}}
-    for bad in (say("<|user|>"), say([{"type": "text", "text": "<|user|>"}]), {**say("a"), "name": "<|user|>"},
-                {**say("", "assistant"), "tool_calls": [call]}, say("a", "<|user|>")):  # fmt: skip
+    for bad in (
+        say("<|user|>"),
+        say([{"type": "text", "text": "<|user|>"}]),
+        {**say("a"), "name": "<|user|>"},
+        {**say("", "assistant"), "tool_calls": [call]},
+        say("a", "<|user|>"),
+    ):
         with pytest.raises(RequestError, match=r"^messages\[1\]: contains '<\|user\|>'"):
             guarded.render_chat([say("the town"), bad])
     tool = {"type": "function", "function": {"name": "f", "description": "a <|eos|>", "parameters": {}}}
@@ -139,9 +144,10 @@ def server(llama: TinyModel, request: pytest.FixtureRequest) -> Iterator[Running
 def test_over_http(server: Running) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "a <|eos|>"}}
     answer = {"role": "tool", "tool_call_id": "1", "content": "<|end|>"}
-    called = {"role": "assistant", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "<|end|>"}'}}
-    ]}  # fmt: skip
+    called = {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "<|end|>"}'}}],
+    }
     for path, body, param, place in (
         ("/v1/completions", {"prompt": FORGED, "max_tokens": 1}, "prompt", "the prompt: "),
         ("/v1/completions", {"prompt": ["a", FORGED], "max_tokens": 1}, "prompt", "prompt 2 of 2"),

@@ -41,19 +41,45 @@ def total_of(deltas: Iterable[RequestDelta]) -> RequestOutput:
             mine["cumulative_logprob"] = new.cumulative_logprob
     assert last is not None
     outputs = [nanovllm.CompletionOutput(index=index, **fields) for index, fields in sorted(found.items())]
-    return RequestOutput(last.request_id, last.prompt, last.prompt_token_ids, outputs, last.finished,
-                         last.prompt_logprobs, last.num_cached_tokens, last.metrics, last.error)  # fmt: skip
+    return RequestOutput(
+        last.request_id,
+        last.prompt,
+        last.prompt_token_ids,
+        outputs,
+        last.finished,
+        last.prompt_logprobs,
+        last.num_cached_tokens,
+        last.metrics,
+        last.error,
+    )
 
 
 def copy_of(delta: RequestDelta) -> RequestDelta:
     """Merging uses deltas up."""
     outputs = [
-        CompletionDelta(c.index, c.start, [*c.token_ids], [*c.texts], c.logprobs and [*c.logprobs],
-                        c.cumulative_logprob, c.finish_reason, c.stop_reason)
+        CompletionDelta(
+            c.index,
+            c.start,
+            [*c.token_ids],
+            [*c.texts],
+            c.logprobs and [*c.logprobs],
+            c.cumulative_logprob,
+            c.finish_reason,
+            c.stop_reason,
+        )
         for c in delta.outputs
-    ]  # fmt: skip
-    return RequestDelta(delta.request_id, delta.prompt, delta.prompt_token_ids, outputs, delta.finished,
-                        delta.prompt_logprobs, delta.num_cached_tokens, delta.metrics, delta.error)  # fmt: skip
+    ]
+    return RequestDelta(
+        delta.request_id,
+        delta.prompt,
+        delta.prompt_token_ids,
+        outputs,
+        delta.finished,
+        delta.prompt_logprobs,
+        delta.num_cached_tokens,
+        delta.metrics,
+        delta.error,
+    )
 
 
 def merged_in_groups(deltas: list[RequestDelta], pick: random.Random) -> RequestOutput:
@@ -77,13 +103,20 @@ def random_params(pick: random.Random) -> SamplingParams:
     letters = "abcdefghijklmnopqrstuvwxyz \n"
     stops = ["".join(pick.choices(letters, k=pick.randint(1, 2))) for _ in range(pick.choice([0, 0, 2]))]
     return SamplingParams(
-        n=pick.choice([1, 1, 2, 3]), temperature=pick.choice([0.7, 1.0, 2.0]), seed=pick.randint(0, 99),
-        max_tokens=pick.choice([1, 2, 9, 30, 60]), min_tokens=pick.choice([0, 0, 1]), stop=stops or None,
-        include_stop_str_in_output=pick.random() < 0.4, ignore_eos=pick.random() < 0.5,
+        n=pick.choice([1, 1, 2, 3]),
+        temperature=pick.choice([0.7, 1.0, 2.0]),
+        seed=pick.randint(0, 99),
+        max_tokens=pick.choice([1, 2, 9, 30, 60]),
+        min_tokens=pick.choice([0, 0, 1]),
+        stop=stops or None,
+        include_stop_str_in_output=pick.random() < 0.4,
+        ignore_eos=pick.random() < 0.5,
         stop_token_ids=pick.choice([None, [pick.randint(3, 299) for _ in range(8)]]),
-        logprobs=pick.choice([None, None, 0, 2]), prompt_logprobs=pick.choice([None, None, 1]),
-        detokenize=bool(stops) or pick.random() < 0.9, skip_special_tokens=pick.random() < 0.5,
-    )  # fmt: skip
+        logprobs=pick.choice([None, None, 0, 2]),
+        prompt_logprobs=pick.choice([None, None, 1]),
+        detokenize=bool(stops) or pick.random() < 0.9,
+        skip_special_tokens=pick.random() < 0.5,
+    )
 
 
 def essence(output: RequestOutput) -> Any:
@@ -96,8 +129,9 @@ def test_deltas_add_up_to_the_output_of_generate(make_llm: MakeLLM, llama: TinyM
     pick = random.Random(seed)
     prompts: list[Any] = [pick.choice([*llama.prompts, "the town é", "in the rain ☔"]) for _ in range(12)]
     params = [random_params(pick) for _ in prompts]
-    prompts[0], params[0] = llama.prompts[7], SamplingParams(
-        n=3, seed=seed, max_tokens=60, ignore_eos=True, logprobs=1, prompt_logprobs=1
+    prompts[0], params[0] = (
+        llama.prompts[7],
+        SamplingParams(n=3, seed=seed, max_tokens=60, ignore_eos=True, logprobs=1, prompt_logprobs=1),
     )
     # Few blocks: sequences are preempted. The same options, so that both compute the same batches to the last digit.
     options = {"max_num_batched_tokens": 24, "decode_steps": pick.choice([1, 3]), "num_kvcache_blocks": 12}
@@ -123,8 +157,10 @@ def test_deltas_add_up_to_the_output_of_generate(make_llm: MakeLLM, llama: TinyM
 @pytest.mark.parametrize("num_steps", [1, 4, 11])
 def test_deltas_of_a_request_that_is_cut(make_llm: MakeLLM, llama: TinyModel, num_steps: int) -> None:
     """Aborted, or ended by an error: what was reported before, and the rest with the end, each token once."""
-    params = [SamplingParams(n=2, temperature=1.0, seed=i, max_tokens=40, ignore_eos=True, logprobs=1, stop=["\x01xyz"])
-              for i in range(4)]  # fmt: skip
+    params = [
+        SamplingParams(n=2, temperature=1.0, seed=i, max_tokens=40, ignore_eos=True, logprobs=1, stop=["\x01xyz"])
+        for i in range(4)
+    ]
     wanted = make_llm().generate(llama.prompts[:4], params, use_tqdm=False)
     engine = make_llm().engine
     seen: dict[str, list[RequestDelta]] = {str(i): [] for i in range(4)}

@@ -41,8 +41,14 @@ def gb(num_experts: float) -> float:
 
 
 def make(path: Path = TRAINED, **options: Any) -> LLM:
-    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4,
-                "max_num_batched_tokens": 64, "num_kvcache_blocks": 32}  # fmt: skip
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "num_kvcache_blocks": 32,
+    }
     return LLM(str(path), **{**defaults, **options})
 
 
@@ -116,9 +122,14 @@ def refused(path: Path, error: type[Exception], blocks: list[str], *parts: str, 
 def test_slots_below_top_k(num_slots: float, blocks: list[str], wanted: list[list[int]]) -> None:
     value = gb(num_slots)
     message = refused(
-        TRAINED, ConfigError, blocks, f"expert_cache_gb={value}", f"holds {int(num_slots)} experts of 0.4 MiB",
-        "a token needs 2 at once", expert_cache_gb=value,
-    )  # fmt: skip
+        TRAINED,
+        ConfigError,
+        blocks,
+        f"expert_cache_gb={value}",
+        f"holds {int(num_slots)} experts of 0.4 MiB",
+        "a token needs 2 at once",
+        expert_cache_gb=value,
+    )
     assert not blocks, "refused before memory was taken"
     offered = float(message.rsplit("at least ", 1)[1])
     with make(expert_cache_gb=offered) as llm:
@@ -132,9 +143,14 @@ def test_a_cap_below_the_dense_part(blocks: list[str], wanted: list[list[int]]) 
     for options in ({}, {"expert_placement": "offload"}, {"expert_cache_gb": gb(2)}):
         blocks.clear()
         message = refused(
-            TRAINED, ConfigError, blocks, "GPU memory are missing: the dense part needs 1.8 MiB",
-            "of 1.0 MiB 0.9 MiB may be used", gpu_memory_gb=2**-10, **options,
-        )  # fmt: skip
+            TRAINED,
+            ConfigError,
+            blocks,
+            "GPU memory are missing: the dense part needs 1.8 MiB",
+            "of 1.0 MiB 0.9 MiB may be used",
+            gpu_memory_gb=2**-10,
+            **options,
+        )
         assert not blocks
         offered = float(re.findall(r"a card \(gpu_memory_gb\) of at least ([\d.]+) GiB", message)[0])
         with make(gpu_memory_gb=offered, **options) as llm:
@@ -145,9 +161,14 @@ def test_a_cap_below_the_dense_part(blocks: list[str], wanted: list[list[int]]) 
 
 def test_resident_under_a_cap_names_the_way_out(blocks: list[str], wanted: list[list[int]]) -> None:
     message = refused(
-        TRAINED, ConfigError, blocks, "32 experts 12.0 MiB", "expert_placement='offload' (or 'auto') runs here with",
-        gpu_memory_gb=0.012, expert_placement="resident",
-    )  # fmt: skip
+        TRAINED,
+        ConfigError,
+        blocks,
+        "32 experts 12.0 MiB",
+        "expert_placement='offload' (or 'auto') runs here with",
+        gpu_memory_gb=0.012,
+        expert_placement="resident",
+    )
     slots = int(re.findall(r"runs here with (\d+) of 32", message)[0])
     with make(gpu_memory_gb=0.012, expert_placement="offload") as llm:
         experts = llm.engine.describe()["runs_on"]["experts"]

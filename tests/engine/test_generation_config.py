@@ -17,11 +17,14 @@ from tests.tiny_models import EOS
 
 MakeLLM = Callable[..., LLM]
 ALL = {
-    "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 3,
-}  # fmt: skip
-AS_PARAMS = SamplingParams(
-    temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05, max_tokens=3
-)  # fmt: skip
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": 0.1,
+    "repetition_penalty": 1.05,
+    "max_new_tokens": 3,
+}
+AS_PARAMS = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05, max_tokens=3)
 PROMPT = "the men of the town"
 MESSAGES = [{"role": "user", "content": "the rain"}]
 

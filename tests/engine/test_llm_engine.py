@@ -18,7 +18,7 @@ from nanovllm import (
     RequestError,
     RequestOutput,
     SamplingParams,
-)  # fmt: skip
+)
 from tests.tiny_models import NEW_TOKENS, TinyModel, edit_config
 
 MakeLLM = Callable[..., LLM]
@@ -51,9 +51,13 @@ def assert_sound(engine: LLMEngine, llama: TinyModel) -> None:
 # ---- streaming -------------------------------------------------------------------------------------------------------
 
 STREAMED = [
-    {}, {"n": 2, "temperature": 1.0, "seed": 4}, {"logprobs": 2, "prompt_logprobs": 1}, {"max_tokens": 1},
-    {"temperature": 1.5, "seed": 8, "max_tokens": 60}, {"skip_special_tokens": False, "temperature": 2.0, "seed": 1},
-]  # fmt: skip
+    {},
+    {"n": 2, "temperature": 1.0, "seed": 4},
+    {"logprobs": 2, "prompt_logprobs": 1},
+    {"max_tokens": 1},
+    {"temperature": 1.5, "seed": 8, "max_tokens": 60},
+    {"skip_special_tokens": False, "temperature": 2.0, "seed": 1},
+]
 
 
 def same_logprobs(got: Any, wanted: Any) -> None:
@@ -166,9 +170,7 @@ def test_no_hits_without_prefix_caching(make_llm: MakeLLM, llama: TinyModel) -> 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 8])
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 9, "max_num_seqs": 4}, {"num_kvcache_blocks": 6}])
-def test_abort_at_any_time(
-    make_llm: MakeLLM, llama: TinyModel, num_steps: int, options: dict[str, Any]
-) -> None:
+def test_abort_at_any_time(make_llm: MakeLLM, llama: TinyModel, num_steps: int, options: dict[str, Any]) -> None:
     engine = make_llm(**options).engine
     for i, prompt in enumerate(llama.prompts):
         engine.add_request(str(i), prompt, SamplingParams(n=2, max_tokens=30, ignore_eos=True))

@@ -96,9 +96,13 @@ def test_tensors_that_old_checkpoints_carry_are_accepted(
 
 @pytest.mark.parametrize("change", ["last number", "shape", "none"])
 def test_a_head_that_differs_from_its_tied_embedding_is_warned_of(
-    make_llm: MakeLLM, llama: TinyModel, llama_copy: Path, weights: dict[str, torch.Tensor], change: str,
+    make_llm: MakeLLM,
+    llama: TinyModel,
+    llama_copy: Path,
+    weights: dict[str, torch.Tensor],
+    change: str,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     """config.json decides: the embedding is the head, as in vLLM."""
     head = weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     if change == "last number":

@@ -54,14 +54,23 @@ def models(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 def make(path: Path, **options: Any) -> LLM:
-    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 8,
-                "max_num_batched_tokens": 128, "num_kvcache_blocks": 64, "kvcache_block_size": 16}  # fmt: skip
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_model_len": 160,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "num_kvcache_blocks": 64,
+        "kvcache_block_size": 16,
+    }
     return LLM(str(path), **{**defaults, **options})
 
 
 def said(llm: LLM) -> list[Any]:
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs)
-            for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]  # fmt: skip
+    return [
+        (o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs)
+        for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    ]
 
 
 def numbers(said: Any) -> Iterator[float]:
@@ -127,10 +136,13 @@ def options_of(path: Path) -> list[dict[str, Any]]:
     return [
         {"expert_cache_gb": num_slots * slot / GIB, "expert_host_gb": (everything * share + slot) / GIB, **more}
         for num_slots, share, more in (
-            (2, 1.0, {}), (7, 0.5, {"expert_policy": "lru"}), (9, 0.0, {"expert_prefetch": False}), (30, 0.3, {}),
+            (2, 1.0, {}),
+            (7, 0.5, {"expert_policy": "lru"}),
+            (9, 0.0, {"expert_prefetch": False}),
+            (30, 0.3, {}),
             (7, -1.0, {}),
         )
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("name", ["trained", "qwen"])
@@ -180,8 +192,13 @@ def test_bf16_and_a_cpu_that_helps(models: Any, resident: Any) -> None:
     with make(models["qwen"], dtype="bfloat16") as llm:
         wanted = said(llm)
     for host_gb in (0.0, 1.0):
-        with make(models["qwen"], dtype="bfloat16", expert_placement="offload", expert_cache_gb=0.00004,
-                  expert_host_gb=host_gb) as llm:  # fmt: skip
+        with make(
+            models["qwen"],
+            dtype="bfloat16",
+            expert_placement="offload",
+            expert_cache_gb=0.00004,
+            expert_host_gb=host_gb,
+        ) as llm:
             assert said(llm) == wanted
     with make(models["qwen"], expert_placement="offload", expert_cache_gb=0.00004, expert_cpu_misses=True) as llm:
         assert close(said(llm), resident("qwen"))

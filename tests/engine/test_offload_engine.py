@@ -74,8 +74,15 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(path: Path, **options: Any) -> LLM:
-    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 8,
-                "max_num_batched_tokens": 128, "num_kvcache_blocks": 64, "kvcache_block_size": 16}  # fmt: skip
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_model_len": 160,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "num_kvcache_blocks": 64,
+        "kvcache_block_size": 16,
+    }
     return LLM(str(path), **{**defaults, **options})
 
 
@@ -102,11 +109,16 @@ def said(llm: LLM) -> list[Said]:
     """Everything that is computed: tokens and every digit of the logprobs. Twice, since the prefix cache changes what
     is computed together, and so the last digits: first rounds compare with first ones."""
     return [
-        Said([(c.token_ids, c.logprobs) for c in o.outputs], o.prompt_logprobs, o.metrics.num_preemptions,
-             o.num_cached_tokens, o.error)
+        Said(
+            [(c.token_ids, c.logprobs) for c in o.outputs],
+            o.prompt_logprobs,
+            o.metrics.num_preemptions,
+            o.num_cached_tokens,
+            o.error,
+        )
         for _ in range(2)
         for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    ]  # fmt: skip
+    ]
 
 
 def first_tokens(requests: list[Said]) -> list[list[int]]:
@@ -156,9 +168,7 @@ def test_every_number_of_slots(name: str, facts: Find, resident: Resident) -> No
 @pytest.mark.parametrize("policy", ["lfu", "lru", "none"])
 @pytest.mark.parametrize("host", ["memory", "disk", "mixed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_policies_and_tiers(
-    name: str, policy: str, host: str, facts: Find, resident: Resident
-) -> None:
+def test_policies_and_tiers(name: str, policy: str, host: str, facts: Find, resident: Resident) -> None:
     model = facts(name)
     in_host = {"memory": model.num_experts, "disk": 0, "mixed": model.num_experts // 2 + 1}[host]
     for prefetch in (True, False) if host == "memory" else (True,):
@@ -174,9 +184,12 @@ def test_policies_and_tiers(
 @pytest.mark.parametrize("num_pieces", [1, 2, 7])
 @pytest.mark.parametrize("host", ["memory", "mixed"])
 def test_guesses_change_no_bit(
-    num_pieces: int, host: str, facts: Find, resident: Resident,
+    num_pieces: int,
+    host: str,
+    facts: Find,
+    resident: Resident,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A CPU has no idle copy engine and never guesses by itself. Here it does, in thirds of an expert."""
     model = facts("trained mixtral")
     in_thirds = partial(OffloadOptions, piece_bytes=model.expert_bytes // 3)
@@ -202,9 +215,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("name", MODELS)
-def test_whatever_happens_to_the_batch(
-    name: str, scenario: str, facts: Find, resident: Resident
-) -> None:
+def test_whatever_happens_to_the_batch(name: str, scenario: str, facts: Find, resident: Resident) -> None:
     model, options = facts(name), SCENARIOS[scenario]
     share = 2 if scenario == "16 bits" else 1
     with make(model.path, expert_cache_gb=model.gb(6) / share, expert_host_gb=model.gb(7) / share, **options) as llm:
@@ -217,9 +228,7 @@ def test_whatever_happens_to_the_batch(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_misses_on_the_cpu_are_close(
-    name: str, facts: Find, resident: Resident
-) -> None:
+def test_misses_on_the_cpu_are_close(name: str, facts: Find, resident: Resident) -> None:
     """Other rows share the product, so the last digits may differ; on these models the tokens do not."""
     model = facts(name)
     with make(model.path, expert_cache_gb=model.gb(6), expert_cpu_misses=True) as llm:
@@ -435,8 +444,15 @@ def test_the_engine_has_the_slots_that_were_planned(num_slots: int, facts: Find)
     """A CPU has no context and no graphs, so what it has left is not a card's; a given number of slots is the same."""
     model = facts("trained mixtral")
     cache, host = model.gb(num_slots), model.gb(10)
-    options = PlanOptions(model=str(model.path), gpu_memory_gb=2, host_memory_gb=8, dtype="float32",
-                          expert_placement="offload", expert_cache_gb=cache, expert_host_gb=host)  # fmt: skip
+    options = PlanOptions(
+        model=str(model.path),
+        gpu_memory_gb=2,
+        host_memory_gb=8,
+        dtype="float32",
+        expert_placement="offload",
+        expert_cache_gb=cache,
+        expert_host_gb=host,
+    )
     plan = make_plan(options)
     assert plan.tiers is not None
     with LLM(**plan.settings, device="cpu", num_kvcache_blocks=16) as llm:

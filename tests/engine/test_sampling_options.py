@@ -278,9 +278,13 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(make_llm: MakeLLM, llam
     for place in (0, 3, 8):
         assert seeded_tokens(llm, prompt, noise, place) == alone
     for options in (
-        {"decode_steps": 4}, {"max_num_seqs": 2, "max_num_batched_tokens": 5}, {"kvcache_block_size": 32},
-        {"enable_prefix_caching": False}, {"seed": 99}, {"attn_backend": "sdpa.math"},
-    ):  # fmt: skip
+        {"decode_steps": 4},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 5},
+        {"kvcache_block_size": 32},
+        {"enable_prefix_caching": False},
+        {"seed": 99},
+        {"attn_backend": "sdpa.math"},
+    ):
         assert seeded_tokens(make_llm(**options), prompt, noise, 4) == alone, options
     small = make_llm(num_kvcache_blocks=8)  # four sequences begin with 5 blocks and would end with 12
     outputs = small.generate([llama.prompts[3]] * 3 + [prompt], [NOISE] * 3 + [SEEDED], use_tqdm=False)

@@ -25,9 +25,18 @@ from tests.simulation.simulator import PARAMS, Request, Setup, Simulation
 from tests.simulation.test_simulation import random_requests, random_setup
 
 HEADER = {
-    "version": "0", "model": "m", "policy": "fcfs", "num_blocks": 8, "block_size": 4, "max_num_seqs": 4,
-    "max_num_batched_tokens": 16, "max_model_len": 100, "prefix_caching": True, "paused": False, "device": "cpu",
-}  # fmt: skip
+    "version": "0",
+    "model": "m",
+    "policy": "fcfs",
+    "num_blocks": 8,
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 100,
+    "prefix_caching": True,
+    "paused": False,
+    "device": "cpu",
+}
 
 
 class Truth:
@@ -105,8 +114,12 @@ class Watched(Simulation):
     def _listen(self) -> None:
         scheduler, watcher = self.scheduler, self.watcher
         schedule, take_ended, commit, fail, abort = (
-            scheduler.schedule, scheduler.take_ended, scheduler.commit, scheduler.fail, scheduler.abort
-        )  # fmt: skip
+            scheduler.schedule,
+            scheduler.take_ended,
+            scheduler.commit,
+            scheduler.fail,
+            scheduler.abort,
+        )
 
         def schedule_and_tell() -> Any:
             plan, ended = schedule(), take_ended()
@@ -216,8 +229,13 @@ def test_a_reader_may_come_at_any_time() -> None:
         assert simulation.scheduler.blocks.journal is None
         advance, watcher = simulation._advance, simulation.watcher
 
-        def join(idle_ok: bool, advance: Any = advance, watcher: Watcher = watcher, s: Watched = simulation,
-                 rng: random.Random = rng) -> None:  # fmt: skip
+        def join(
+            idle_ok: bool,
+            advance: Any = advance,
+            watcher: Watcher = watcher,
+            s: Watched = simulation,
+            rng: random.Random = rng,
+        ) -> None:
             if rng.random() < 0.2:
                 s.truth = Truth(s)
                 watcher._queue.feed._readers.clear()  # type: ignore[attr-defined]
@@ -447,15 +465,23 @@ STEP = {
     "preemptions": 0,
 }  # fmt: skip
 WRONG = [
-    (b"{", "not JSON"), (b"[" * 100_000, "not JSON"), (b"3", "not an event"), (b'{"type":"header"}', "not an event"),
-    (b'{"type":["step"]}', "not an event"), (b'{"type":"pause","t":1}', "paused is missing"),
-    (b'{"type":"pause","t":NaN,"paused":true}', "t=nan"), (b'{"type":"pause","t":1e999,"paused":true}', "t=inf"),
-    (b'{"type":"pause","t":-1,"paused":true}', "t=-1"), (b'{"type":"pause","t":1,"paused":1}', "paused=1"),
+    (b"{", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"3", "not an event"),
+    (b'{"type":"header"}', "not an event"),
+    (b'{"type":["step"]}', "not an event"),
+    (b'{"type":"pause","t":1}', "paused is missing"),
+    (b'{"type":"pause","t":NaN,"paused":true}', "t=nan"),
+    (b'{"type":"pause","t":1e999,"paused":true}', "t=inf"),
+    (b'{"type":"pause","t":-1,"paused":true}', "t=-1"),
+    (b'{"type":"pause","t":1,"paused":1}', "paused=1"),
     (b'{"type":"pause","t":1,"paused":true,"x":1}', "unknown field 'x'"),
-    (json.dumps({**STEP, "free": True}).encode(), "free=True"), (json.dumps({**STEP, "free": 2.0}).encode(), "free"),
+    (json.dumps({**STEP, "free": True}).encode(), "free=True"),
+    (json.dumps({**STEP, "free": 2.0}).encode(), "free"),
     (json.dumps({**STEP, "published": [8]}).encode(), "published"),
     (json.dumps({**STEP, "published": [-1]}).encode(), "published"),
-    (json.dumps({**STEP, "step": 2**53}).encode(), "step="), (json.dumps({**STEP, "free": 5}).encode(), "6 are"),
+    (json.dumps({**STEP, "step": 2**53}).encode(), "step="),
+    (json.dumps({**STEP, "free": 5}).encode(), "6 are"),
     (json.dumps({**STEP, "left": [[0, "bored"]]}).encode(), "left"),
     (json.dumps({**STEP, "left": [[7, "stop"]]}).encode(), "sequence 7 was never added"),
     (json.dumps({**STEP, "arrivals": [[0, 0]]}).encode(), "runs already"),
@@ -468,8 +494,8 @@ WRONG = [
     (b'{"type":"done","t":1,"step":7,"ms":1,"tokens":1,"left":[],"published":[],"free":6}', "not the oldest"),
     (b'{"type":"add","t":1,"id":0,"request":"r","prompt":1,"max_tokens":1}', "added twice"),
     (b'{"type":"add","t":1,"id":1,"request":"' + b"x" * 2000 + b'","prompt":1,"max_tokens":1}', "request="),
-    (b'\xff', "not JSON"),
-]  # fmt: skip
+    (b"\xff", "not JSON"),
+]
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[message for _, message in WRONG])
@@ -487,9 +513,14 @@ def test_a_wrong_line_is_named(line: bytes, message: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("header", "message"),
-    [({"num_blocks": 0}, "num_blocks"), ({"num_blocks": 2**40}, "num_blocks"), ({"model": 3}, "model"),
-     ({"format": 2}, "format 1"), ({"secret": 1}, "unknown field")],
-)  # fmt: skip
+    [
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"num_blocks": 2**40}, "num_blocks"),
+        ({"model": 3}, "model"),
+        ({"format": 2}, "format 1"),
+        ({"secret": 1}, "unknown field"),
+    ],
+)
 def test_a_wrong_header(header: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, **header)

@@ -81,9 +81,11 @@ def run(num_seqs: int, num_steps: int, step_seconds: float, watched: bool) -> di
         steps.append(time.perf_counter() - began)
     watcher.close()
     return {
-        "calls": quiet(calls), "feed": quiet(feed), "step": statistics.median(steps),
+        "calls": quiet(calls),
+        "feed": quiet(feed),
+        "step": statistics.median(steps),
         "bytes": sink.num_bytes / num_steps,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -100,9 +102,11 @@ def main() -> None:
             best[watched] = {name: min(old[name], new[name]) for name in new}
     off, on = best[False], best[True]
     micros = {
-        "nobody watches": off["calls"], "engine thread": on["calls"], "feed thread": on["feed"],
+        "nobody watches": off["calls"],
+        "engine thread": on["calls"],
+        "feed thread": on["feed"],
         "longer steps": on["step"] - off["step"],
-    }  # fmt: skip
+    }
     for name, seconds in micros.items():
         print(f"{name:<16}{1e6 * seconds:8.1f} us a step {100 * seconds / off['step']:8.3f} %")
     record = {name.replace(" ", "_") + "_us": round(1e6 * seconds, 2) for name, seconds in micros.items()}

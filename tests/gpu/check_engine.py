@@ -54,10 +54,19 @@ def tiny_model(folder: Path, family: str) -> Path:
 
     torch.manual_seed(0)
     common = {
-        "vocab_size": 512, "hidden_size": 384, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.3,
-        "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
+        "vocab_size": 512,
+        "hidden_size": 384,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "head_dim": 64,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
     config = getattr(transformers, f"{family}Config")(**common)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.save_pretrained(folder / family)
@@ -194,7 +203,7 @@ def main() -> None:
         check_fast(args.model, args.workloads.split(","), profile=args.profile)
     versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
     (args.out / "check_engine.json").write_text(json.dumps({**versions, "results": RESULTS}, indent=1, default=str))
-    print("\n" + "\n".join(f"{r['name']:<55} {({k: v for k, v in r.items() if k != 'name'})}"[:200] for r in RESULTS))
+    print("\n" + "\n".join(f"{r['name']:<55} { ({k: v for k, v in r.items() if k != 'name'}) }"[:200] for r in RESULTS))
 
 
 if __name__ == "__main__":

@@ -44,10 +44,12 @@ def child(args: argparse.Namespace) -> None:
             for name in args.workloads.split(",")
         }
         found = {
-            "executor": type(llm.engine.executor).__name__, "start_seconds": round(started, 1), "rates": rates,
+            "executor": type(llm.engine.executor).__name__,
+            "start_seconds": round(started, 1),
+            "rates": rates,
             "tokens": hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest(),
             "device": llm.engine.describe()["runs_on"]["device"],
-        }  # fmt: skip
+        }
     print("FOUND " + json.dumps(found), flush=True)
 
 
@@ -73,11 +75,16 @@ def compare(runs: dict[str, list[dict]], workload: str) -> list[dict]:
     rows = []
     for name, rates in best.items():
         ratio = max(rates) / base if rates and base else None
-        rows.append({
-            "workload": workload, "executor": name, "tokens_per_second": round(max(rates), 1) if rates else None,
-            "rounds": [round(rate, 1) for rate in rates], "ratio_to_local": ratio and round(ratio, 4),
-            "within_3_percent": ratio is not None and abs(ratio - 1) <= WITHIN,
-        })  # fmt: skip
+        rows.append(
+            {
+                "workload": workload,
+                "executor": name,
+                "tokens_per_second": round(max(rates), 1) if rates else None,
+                "rounds": [round(rate, 1) for rate in rates],
+                "ratio_to_local": ratio and round(ratio, 4),
+                "within_3_percent": ratio is not None and abs(ratio - 1) <= WITHIN,
+            }
+        )
     return rows
 
 
@@ -108,8 +115,10 @@ def main() -> None:
     report["left_out"] = [name for name in args.executors.split(",") if name not in names]
     (args.out / "check_executors.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     for row in rows:
-        print(f"{row['workload']:<12} {row['executor']:<10} {row['tokens_per_second']} tok/s, "
-              f"{row['ratio_to_local']} of local, rounds {row['rounds']}")  # fmt: skip
+        print(
+            f"{row['workload']:<12} {row['executor']:<10} {row['tokens_per_second']} tok/s, "
+            f"{row['ratio_to_local']} of local, rounds {row['rounds']}"
+        )
     print(json.dumps({key: report[key] for key in ("date", "same_tokens", "left_out", "rows")}))
 
 

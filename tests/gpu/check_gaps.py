@@ -57,9 +57,15 @@ def main() -> None:
                 try:
                     for batch, label in CASES:
                         row = measure(
-                            family, reference, batch, label, attn_backend=backend, device=args.device,
-                            gpu_memory_utilization=0.3, **LABELS[label],
-                        )  # fmt: skip
+                            family,
+                            reference,
+                            batch,
+                            label,
+                            attn_backend=backend,
+                            device=args.device,
+                            gpu_memory_utilization=0.3,
+                            **LABELS[label],
+                        )
                         rows.append(row)
                         faults += [f"{family} {backend} {batch} {label}: {said}" for said in row.faults(reference)]
                 except ConfigError as error:

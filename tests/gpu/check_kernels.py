@@ -5,6 +5,7 @@ dominates, so `--workers` processes first run every job once to fill Triton's ca
 of a captured graph, with the share of the bandwidth or arithmetic that an H200 was measured to give. The table comes
 last; the JSON goes to --out, or here.
 """
+
 import argparse
 import json
 import subprocess
@@ -99,9 +100,13 @@ def report(jobs: list[Job], seconds: float, folder: Path) -> None:
             rate = f"{r['tflops']:8.1f} TFLOP/s" if "tflops" in r else f"{r['tbs']:8.2f} TB/s" if "tbs" in r else ""
             print(f"{job.name:52s} {r['us']:10.2f} us {rate} {r.get('share', 0) * 100:5.1f} %  best {r['best']:.2f} us")
     record = {
-        "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "seconds": round(seconds, 1), "results": {job.name: job.result for job in jobs},
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "seconds": round(seconds, 1),
+        "results": {job.name: job.result for job in jobs},
+    }
     path = folder / "check_kernels.json"
     path.write_text(json.dumps(record, indent=1))
     failed = sum("error" in job.result for job in jobs)

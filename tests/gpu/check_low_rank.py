@@ -146,9 +146,14 @@ def check_engine() -> list[dict]:
         write_svd(folder, MIXED)
         for dtype in ("float32", "bfloat16"):
             expected = tokens(folder, dtype)
-            for gb, more in ((0.0004, {}), (0.001, {}), (0.01, {"expert_policy": "lru"}),
-                             (0.001, {"expert_host_gb": 0.0}), (0.001, {"enforce_eager": True}),
-                             (0.001, {"expert_prefetch": False})):  # fmt: skip
+            for gb, more in (
+                (0.0004, {}),
+                (0.001, {}),
+                (0.01, {"expert_policy": "lru"}),
+                (0.001, {"expert_host_gb": 0.0}),
+                (0.001, {"enforce_eager": True}),
+                (0.001, {"expert_prefetch": False}),
+            ):
                 found = tokens(folder, dtype, expert_placement="offload", expert_cache_gb=gb, **more)
                 equal = sum(a == b for a, b in zip(found, expected))
                 rows.append({"dtype": dtype, "cache_gb": gb, **more, "equal": equal, "of": len(expected)})
@@ -183,8 +188,15 @@ def made_up(place: Path, layers: int, rank: int | None) -> Path:
 def open_engine(folder: Path, num_seqs: int = 1, **options) -> LLM:
     """Made-up low-rank weights are all but zero after four products, so routers hardly see what experts did: hit rates
     say little, times of hits and misses do. The dense run has the same seed."""
-    llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=num_seqs,
-              max_num_batched_tokens=1024, **options)  # fmt: skip
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=1024,
+        **options,
+    )
     model, offload = llm.engine.executor.runner.model, llm.engine.executor.offload
     spread_routing(model)
     if offload is not None:
@@ -210,8 +222,11 @@ def decode(llm: LLM, num_seqs: int = 1, num_tokens: int = 72) -> dict:
     seconds = time.perf_counter() - began
     after = engine.executor.expert_stats()
     experts = engine.describe()["runs_on"].get("experts", {})
-    row = {"ms_per_token": seconds / (num_tokens - skipped) * 1e3,
-           "expert_bytes": experts.get("expert_bytes"), "cached_slots": experts.get("cached_slots")}  # fmt: skip
+    row = {
+        "ms_per_token": seconds / (num_tokens - skipped) * 1e3,
+        "expert_bytes": experts.get("expert_bytes"),
+        "cached_slots": experts.get("cached_slots"),
+    }
     if after is not None and before is not None:
         stats = after - before
         row |= {"hit_rate": stats.hit_rate, "bytes_per_token": stats.bytes_per_token}

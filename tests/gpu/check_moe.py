@@ -6,6 +6,7 @@ several passes against one, bit for bit; a pool beyond 2^31 elements. Then the d
 Compilation dominates, so --workers processes run the jobs once before, only for Triton's cache. The short table comes
 last; JSON goes to --out.
 """
+
 import argparse
 import json
 import subprocess
@@ -168,18 +169,29 @@ def time_align(num_pairs, num_slots) -> dict:
 
 
 SWEEP = {  # tokens -> (block_m, tiles of gate_up, tiles of down); block_m 1: GEMV
-    1: [(1, ((1, 512), (1, 1024), (2, 512), (2, 1024)), ((1, 512), (1, 1024), (1, 2048), (2, 512))),
-        (16, ((32, 128, 4, 4), (16, 256, 4, 4)), ((32, 256, 4, 4), (16, 256, 4, 4)))],
-    8: [(16, ((32, 128, 4, 4), (32, 128, 4, 6), (64, 128, 4, 3), (32, 256, 4, 3), (16, 256, 4, 4)),
-         ((32, 256, 4, 4), (64, 128, 4, 4), (32, 128, 4, 6), (64, 256, 4, 3), (16, 256, 4, 4)))],
-    64: [(16, ((32, 128, 4, 4), (64, 128, 4, 3)), ((32, 256, 4, 4), (64, 128, 4, 4))),
-         (32, ((32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 4)), ((64, 128, 4, 4), (32, 256, 4, 3), (128, 64, 4, 4))),
-         (64, ((32, 128, 4, 4), (64, 64, 4, 4)), ((64, 128, 4, 3), (128, 64, 4, 4)))],
-    256: [(32, ((64, 64, 4, 4),), ((128, 64, 4, 4),)),
-          (64, ((64, 64, 4, 4), (64, 128, 4, 3)), ((128, 64, 4, 4), (64, 128, 4, 4))),
-          (128, ((64, 64, 8, 4), (128, 64, 8, 3)), ((128, 64, 8, 4), (256, 64, 8, 3)))],
+    1: [
+        (1, ((1, 512), (1, 1024), (2, 512), (2, 1024)), ((1, 512), (1, 1024), (1, 2048), (2, 512))),
+        (16, ((32, 128, 4, 4), (16, 256, 4, 4)), ((32, 256, 4, 4), (16, 256, 4, 4))),
+    ],
+    8: [
+        (
+            16,
+            ((32, 128, 4, 4), (32, 128, 4, 6), (64, 128, 4, 3), (32, 256, 4, 3), (16, 256, 4, 4)),
+            ((32, 256, 4, 4), (64, 128, 4, 4), (32, 128, 4, 6), (64, 256, 4, 3), (16, 256, 4, 4)),
+        )
+    ],
+    64: [
+        (16, ((32, 128, 4, 4), (64, 128, 4, 3)), ((32, 256, 4, 4), (64, 128, 4, 4))),
+        (32, ((32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 4)), ((64, 128, 4, 4), (32, 256, 4, 3), (128, 64, 4, 4))),
+        (64, ((32, 128, 4, 4), (64, 64, 4, 4)), ((64, 128, 4, 3), (128, 64, 4, 4))),
+    ],
+    256: [
+        (32, ((64, 64, 4, 4),), ((128, 64, 4, 4),)),
+        (64, ((64, 64, 4, 4), (64, 128, 4, 3)), ((128, 64, 4, 4), (64, 128, 4, 4))),
+        (128, ((64, 64, 8, 4), (128, 64, 8, 3)), ((128, 64, 8, 4), (256, 64, 8, 3))),
+    ],
     4096: [(128, ((128, 64, 8, 3), (128, 64, 8, 4)), ((256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 8, 4)))],
-}  # fmt: skip
+}
 
 
 def sweep(shape, num_tokens) -> dict:
@@ -204,21 +216,28 @@ def tables(shape, quick) -> dict:
     device = Device.choose("auto")
     limits = lab.measure_limits(device, BF16)
     moe_lab = lab.MoeLab(device, shape, BF16)
-    found = {"limits": limits,
-             "decode": lab.measure_decode(moe_lab, limits, (1, 8, 64) if quick else lab.DECODE_TOKENS),
-             "prefill": lab.measure_prefill(moe_lab, limits, (512, 8192) if quick else lab.PREFILL_TOKENS)}  # fmt: skip
+    found = {
+        "limits": limits,
+        "decode": lab.measure_decode(moe_lab, limits, (1, 8, 64) if quick else lab.DECODE_TOKENS),
+        "prefill": lab.measure_prefill(moe_lab, limits, (512, 8192) if quick else lab.PREFILL_TOKENS),
+    }
     return {"tables": found}
 
 
 def all_jobs(quick: bool) -> Jobs:
     jobs: Jobs = [("route and sum", check_route), ("align", check_align), ("far slot", check_far_slot)]
     dtypes = (BF16,) if quick else (BF16, FP16, FP32)
-    jobs += [(f"experts {name} {str(dtype)[6:]}", partial(check_experts, dtype, *shape))
-             for dtype in dtypes for name, shape in SHAPES.items()]  # fmt: skip
+    jobs += [
+        (f"experts {name} {str(dtype)[6:]}", partial(check_experts, dtype, *shape))
+        for dtype in dtypes
+        for name, shape in SHAPES.items()
+    ]
     jobs += [(f"passes {n} tokens", partial(check_passes, n)) for n in (1, 7, 40, 300, 600, 2100)]
     jobs += [(f"graph {n} tokens", partial(check_graph, n)) for n in (1, 4, 64, 100, 2100)]
-    jobs += [(f"time align {pairs} pairs {slots} slots", partial(time_align, pairs, slots))
-             for pairs, slots in ((16, 8), (128, 8), (512, 128), (16384, 8), (131072, 128))]  # fmt: skip
+    jobs += [
+        (f"time align {pairs} pairs {slots} slots", partial(time_align, pairs, slots))
+        for pairs, slots in ((16, 8), (128, 8), (512, 128), (16384, 8), (131072, 128))
+    ]
     for shape in lab.SHAPES:
         jobs += [(f"sweep {shape.name} {n}", partial(sweep, shape, n)) for n in SWEEP if not quick or n in (1, 8, 64)]
         jobs.append((f"tables {shape.name}", partial(tables, shape, quick)))
@@ -288,9 +307,14 @@ def main() -> int:
     for name, run in jobs:
         late = time.perf_counter() - begin > args.budget
         results[name] = {"error": "skipped: out of time"} if late else run_job(run)
-    record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-              "date": time.strftime("%Y-%m-%d"), "seconds": round(time.perf_counter() - begin, 1),
-              "results": results}  # fmt: skip
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "results": results,
+    }
     (args.out / "check_moe.json").write_text(json.dumps(record, indent=1))
     report(results)
     failed = sum("error" in result for result in results.values())

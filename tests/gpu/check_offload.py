@@ -76,12 +76,14 @@ def check_bits(case: Case) -> int:
     files, experts = draw_files(case), range(case.moe.num_experts)
     half = 3 * case.hidden * case.moe.intermediate_size * case.dtype.itemsize * len(experts) * len(case.moe.layers) // 2
     blocks = [
-        torch.stack([
-            torch.cat([files.tensors[f"{layer}.{e}.{part}"].flatten() for part in ("gate", "up", "down")])
-            for e in experts
-        ]).to(where)
+        torch.stack(
+            [
+                torch.cat([files.tensors[f"{layer}.{e}.{part}"].flatten() for part in ("gate", "up", "down")])
+                for e in experts
+            ]
+        ).to(where)
         for layer in range(len(case.moe.layers))
-    ]  # fmt: skip
+    ]
     for number, (policy, prefetch) in enumerate(VARIANTS.values()):
         for cached, streaming, host_bytes in ((0, 2, None), (3, 4, None), (16, 3, None), (3, 4, half), (9, 3, half)):
             options = OffloadOptions(cached, streaming, policy, prefetch, False, host_bytes, piece_bytes=1 << 14)
@@ -134,8 +136,12 @@ class Guesses:
     def prepare(self, tokens: list[list[list[int]]]) -> None:
         """Known ahead, so that making them up costs no time later."""
         asked = [range(i + 1, min(i + 1 + GUESS_LAYERS, len(tokens[0]))) for i in range(len(tokens[0]) - 1)]
-        flat = [self._guess(layers[later], self.accuracy ** (n + 1))
-                for layers in tokens for ahead in asked for n, later in enumerate(ahead)]  # fmt: skip
+        flat = [
+            self._guess(layers[later], self.accuracy ** (n + 1))
+            for layers in tokens
+            for ahead in asked
+            for n, later in enumerate(ahead)
+        ]
         guesses = torch.tensor(flat, dtype=torch.int32).to(self.device)
         self.queue = list(guesses.split([len(ahead) for _ in tokens for ahead in asked]))
 
@@ -232,8 +238,9 @@ def run(case: Case, args: argparse.Namespace) -> list[dict[str, object]]:
             print(
                 f"{cached} of {case.moe.num_experts} cached, {name:15s} {found['us_per_layer']:8.0f} us a layer, "
                 f"hits {found['hit_rate']:.2f}, bound {bound:6.0f} us = {found['share']:.1%}, "
-                f"stall {found['stall_share']:.0%}, prefetch precision {found['prefetch_precision']:.2f}", flush=True,
-            )  # fmt: skip
+                f"stall {found['stall_share']:.0%}, prefetch precision {found['prefetch_precision']:.2f}",
+                flush=True,
+            )
             results.append({"cached": cached, "variant": name, **{k: round(v, 4) for k, v in found.items()}})
             if offload is not source:
                 offload.stream.synchronize()
@@ -271,8 +278,13 @@ def main() -> int:
     case = Case(device, ops, MoeConfig(8, 2, size, True, (True,) * args.layers), hidden, dtype)
     results = run(case, args)
     if args.out is not None:
-        record = {"date": time.strftime("%Y-%m-%d"), "device": device.name, "torch": torch.__version__,
-                  "layers": args.layers, "results": results}  # fmt: skip
+        record = {
+            "date": time.strftime("%Y-%m-%d"),
+            "device": device.name,
+            "torch": torch.__version__,
+            "layers": args.layers,
+            "results": results,
+        }
         (args.out / "check_offload.json").write_text(json.dumps(record, indent=1))
     print(f"{time.perf_counter() - begin:.0f} s")
     return 0

@@ -136,16 +136,25 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temp:
         model: dict[str, Any] = {
-            "model": str(ROOT / "benchmarks/models" / args.model), "load_format": "dummy", "max_model_len": 8192,
-        }  # fmt: skip
+            "model": str(ROOT / "benchmarks/models" / args.model),
+            "load_format": "dummy",
+            "max_model_len": 8192,
+        }
         if not on_gpu:
             model = {"model": str(make_reference("llama", Path(temp), lens=(1,)).path), "max_model_len": 160}
         for backend in args.backends.split(","):
             for label, trouble in {"raised": raised, **({"real": really} if on_gpu else {})}.items():
                 with LLM(
-                    **model, dtype="float32", skip_tokenizer_init=True, device=args.device, attn_backend=backend,
-                    max_num_seqs=4, gpu_memory_utilization=0.5, num_kvcache_blocks=256, enable_prefix_caching=False,
-                ) as llm:  # fmt: skip
+                    **model,
+                    dtype="float32",
+                    skip_tokenizer_init=True,
+                    device=args.device,
+                    attn_backend=backend,
+                    max_num_seqs=4,
+                    gpu_memory_utilization=0.5,
+                    num_kvcache_blocks=256,
+                    enable_prefix_caching=False,
+                ) as llm:
                     found = check(llm.engine, requests(8000 if label == "real" else 100), trouble)
                     found |= {"case": label, "attn_backend": llm.engine.describe()["runs_on"]["attn_backend"]}
                 results.append(found)

@@ -70,10 +70,16 @@ def measure(folder: str, cached: int, layers: int, link: float, **options) -> di
     expert_bytes = 3 * 4096 * 14336 * 2
     slots = cached * layers + 4
     llm = LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=4,
-        max_num_batched_tokens=512, expert_placement="offload", expert_cache_gb=slots * expert_bytes * 1.0001 / 2**30,
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+        expert_placement="offload",
+        expert_cache_gb=slots * expert_bytes * 1.0001 / 2**30,
         **options,
-    )  # fmt: skip
+    )
     engine = llm.engine
     spread_routing(engine.executor.runner.model)
     engine.executor.offload.watch_gates(engine.executor.runner.model.router_weights())
@@ -92,11 +98,17 @@ def measure(folder: str, cached: int, layers: int, link: float, **options) -> di
     num = produced - 8
     bound = stats.misses * expert_bytes / link / num
     return {
-        "cached": cached, **options, "layers": layers, "ms_per_token": seconds / num * 1e3,
+        "cached": cached,
+        **options,
+        "layers": layers,
+        "ms_per_token": seconds / num * 1e3,
         "us_per_layer": seconds / num / layers * 1e6,
-        "bound_ms": bound * 1e3, "share": bound / (seconds / num), "hit_rate": stats.hit_rate,
-        "stall_share": stats.stall_seconds / seconds, "prefetch_precision": stats.prefetch_precision,
-    }  # fmt: skip
+        "bound_ms": bound * 1e3,
+        "share": bound / (seconds / num),
+        "hit_rate": stats.hit_rate,
+        "stall_share": stats.stall_seconds / seconds,
+        "prefetch_precision": stats.prefetch_precision,
+    }
 
 
 def main() -> None:

@@ -21,8 +21,14 @@ sys.path.insert(0, str(ROOT))
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 
-OPTIONS = {"device": "cuda", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024,
-           "dtype": "float32", "num_kvcache_blocks": 600}  # fmt: skip
+OPTIONS = {
+    "device": "cuda",
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "max_model_len": 1024,
+    "dtype": "float32",
+    "num_kvcache_blocks": 600,
+}
 KINDS: list[dict[str, Any]] = [
     {}, {"temperature": 0}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 1},
     {"top_k": 1000, "top_p": 0.99}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
@@ -34,8 +40,10 @@ KINDS: list[dict[str, Any]] = [
 
 
 def params() -> list[SamplingParams]:
-    return [SamplingParams(**{"temperature": 0.8, "seed": 100 + i, "max_tokens": 24, "ignore_eos": True, **kind})
-            for i, kind in enumerate(KINDS)]  # fmt: skip
+    return [
+        SamplingParams(**{"temperature": 0.8, "seed": 100 + i, "max_tokens": 24, "ignore_eos": True, **kind})
+        for i, kind in enumerate(KINDS)
+    ]
 
 
 def prompts() -> list[dict[str, Any]]:

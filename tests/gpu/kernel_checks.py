@@ -3,6 +3,7 @@
 `check_jobs()` gives (name, run) pairs; run returns the largest error and raises when it is too large. Sequences lie in
 shuffled blocks, and cache memory that holds no key is NaN.
 """
+
 import itertools
 import sys
 from collections.abc import Callable
@@ -222,8 +223,10 @@ def check_jobs() -> list[tuple[str, Callable[[], float]]]:
         run = check_decode(dtype, head_dim, group, block_size, launch, by_head=by_head)
         jobs.append((f"decode {label} s{launch.num_splits}", run))
     middle = decode.choose_launch(64, 8, 4096, 132)  # batches that just fill the card: tiles of their own
-    jobs += [(f"decode middle batch d{d} bs{size}", check_decode(BF16, d, 2, size, middle))
-             for d, size in ((64, 16), (128, 64), (256, 256))]  # fmt: skip
+    jobs += [
+        (f"decode middle batch d{d} bs{size}", check_decode(BF16, d, 2, size, middle))
+        for d, size in ((64, 16), (128, 64), (256, 256))
+    ]
     jobs.append(("prefill window", check_prefill(BF16, 128, 2, 64, window=100)))
     jobs.append(("prefill window gather", check_prefill(BF16, 128, 2, 16, window=100)))
     jobs.append(("decode window", check_decode(BF16, 128, 2, 64, Launch(4), window=100)))

@@ -4,6 +4,7 @@
 peers (SDPA on dense tensors, cuBLAS). The tables of tile choices in the kernels' docstrings were measured with the same
 harness, by giving `prefill_attention` a tile and `decode_attention` a launch.
 """
+
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,12 +72,12 @@ def time_sdpa(batch, length):
 def time_decode(batch, length, block_size=BLOCK_SIZE):
     def build() -> Timed:
         num_bytes = batch * length * HEADS[1] * HEAD_DIM * 4
-        layers = [paged_cache([length] * batch, block_size, HEADS[1], HEAD_DIM, BF16)
-                  for _ in copies(num_bytes)]  # fmt: skip
+        layers = [paged_cache([length] * batch, block_size, HEADS[1], HEAD_DIM, BF16) for _ in copies(num_bytes)]
         q = rand(batch, HEADS[0], HEAD_DIM)
         out, launch = torch.empty_like(q), decode.launch_for(q, HEADS[1], 4096)
-        calls = [lambda layer=layer: decode.decode_attention(q, *layer, HEAD_DIM**-0.5, launch, out=out)
-                 for layer in layers]  # fmt: skip
+        calls = [
+            lambda layer=layer: decode.decode_attention(q, *layer, HEAD_DIM**-0.5, launch, out=out) for layer in layers
+        ]
         return Timed(calls, num_bytes=num_bytes)
 
     return build
@@ -105,8 +106,7 @@ def time_layer(rows, shapes, fused):
 
     def build() -> Timed:
         num_bytes = sum(n * k * 2 for n, k in shapes.values())
-        layers = [{name: rand(n, k, scale=k**-0.5) for name, (n, k) in shapes.items()}
-                  for _ in copies(num_bytes)]  # fmt: skip
+        layers = [{name: rand(n, k, scale=k**-0.5) for name, (n, k) in shapes.items()} for _ in copies(num_bytes)]
         hidden = shapes["qkv"][1]
         gain, residual, x = rand(hidden), rand(rows, hidden), rand(rows, hidden)
         heads, middle = rand(rows, shapes["o"][1]), rand(rows, shapes["down"][1])
@@ -171,9 +171,12 @@ def time_rope(rows):
         weights, cos_sin = (rand(HEAD_DIM), rand(HEAD_DIM)), rand(4096, HEAD_DIM, dtype=torch.float32)
         slots = torch.randperm(rows, device=DEVICE)
         positions = torch.arange(rows, device=DEVICE) % 4096
-        calls = [lambda x=x: qk_norm_rope.qk_norm_rope(
-                     x, weights, 1e-6, cos_sin, positions, cache[0], cache[1], slots, HEADS[0])
-                 for x in inputs]  # fmt: skip
+        calls = [
+            lambda x=x: qk_norm_rope.qk_norm_rope(
+                x, weights, 1e-6, cos_sin, positions, cache[0], cache[1], slots, HEADS[0]
+            )
+            for x in inputs
+        ]
         return Timed(calls, num_bytes=num_bytes)
 
     return build

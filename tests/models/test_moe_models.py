@@ -24,8 +24,12 @@ MIXTRAL = {  # 8x7B
     "max_position_embeddings": 32768, "hidden_act": "silu", "router_aux_loss_coef": 0.02, "output_router_logits": False,
 }  # fmt: skip
 MIXTRAL_22 = {
-    **MIXTRAL, "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48,
-}  # fmt: skip
+    **MIXTRAL,
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 56,
+    "num_attention_heads": 48,
+}
 QWEN3 = {  # 30B-A3B
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
     "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -61,11 +65,15 @@ def test_a_dense_model_has_no_experts() -> None:
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
-        ({}, "111111"), ({"mlp_only_layers": None}, "111111"), ({"mlp_only_layers": [0, 5]}, "011110"),
-        ({"decoder_sparse_step": 2}, "010101"), ({"decoder_sparse_step": 3}, "001001"),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [2, 3]}, "010001"), ({"decoder_sparse_step": 6}, "000001"),
+        ({}, "111111"),
+        ({"mlp_only_layers": None}, "111111"),
+        ({"mlp_only_layers": [0, 5]}, "011110"),
+        ({"decoder_sparse_step": 2}, "010101"),
+        ({"decoder_sparse_step": 3}, "001001"),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [2, 3]}, "010001"),
+        ({"decoder_sparse_step": 6}, "000001"),
     ],
-)  # fmt: skip
+)
 def test_which_layers_are_sparse(changes: dict[str, Any], layers: str) -> None:
     assert moe_of(QWEN3, num_hidden_layers=6, **changes).layers == tuple(c == "1" for c in layers)
 
@@ -144,11 +152,14 @@ class Published:
         for i in range(config["num_hidden_layers"]):
             layer, mlp = f"model.layers.{i}", "block_sparse_moe" if is_mixtral else "mlp"
             self.shapes |= {
-                f"{layer}.input_layernorm": (hidden,), f"{layer}.post_attention_layernorm": (hidden,),
-                f"{layer}.self_attn.q_proj": (heads * head, hidden), f"{layer}.self_attn.k_proj": (kv, hidden),
-                f"{layer}.self_attn.v_proj": (kv, hidden), f"{layer}.self_attn.o_proj": (hidden, heads * head),
+                f"{layer}.input_layernorm": (hidden,),
+                f"{layer}.post_attention_layernorm": (hidden,),
+                f"{layer}.self_attn.q_proj": (heads * head, hidden),
+                f"{layer}.self_attn.k_proj": (kv, hidden),
+                f"{layer}.self_attn.v_proj": (kv, hidden),
+                f"{layer}.self_attn.o_proj": (hidden, heads * head),
                 f"{layer}.{mlp}.gate": (num_experts, hidden),
-            }  # fmt: skip
+            }
             if not is_mixtral:
                 self.shapes |= {f"{layer}.self_attn.{n}_norm": (head,) for n in "qk"}
             for e in range(num_experts):

@@ -19,11 +19,20 @@ from nanovllm.layers.rotary import cos_sin_table, frequencies
 from nanovllm.model_config import ModelConfig
 
 SMALL = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "vocab_size": 1000,
-}  # fmt: skip
-LLAMA3 = {"rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
+LLAMA3 = {
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 YARN = {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # kind, params, head_dim, max_position, max_model_len
     ("default", {"rope_theta": 1e5}, 64, 2048, 2048),
@@ -45,9 +54,12 @@ CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # kind, params, head
 
 def make(kind: str, params: dict[str, Any], head_dim: int, max_position: int) -> tuple[Any, ModelConfig]:
     hf = LlamaConfig(
-        hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=max_position,
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=max_position,
         rope_parameters={"rope_type": kind, **params},
-    )  # fmt: skip
+    )
     return hf, ModelConfig.from_hf({**hf.to_dict(), "architectures": ["LlamaForCausalLM"]})
 
 
@@ -117,9 +129,20 @@ NUMBERS = st.sampled_from([
     0.5, 1.0, 1.0 + 2**-52, 1.5, 3.5, 32.0, 1e4, 2.0**20, 1e15, 1e25, 1e30, 1e39, 1e308, float("inf"), float("nan"),
 ])  # fmt: skip
 ROPE_NAMES = (
-    "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
-    "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "rope_type",
-)  # fmt: skip
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+    "rope_type",
+)
 NAMES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps", "max_position_embeddings", "rope_theta", "partial_rotary_factor", "tie_word_embeddings",

@@ -143,9 +143,15 @@ class ReferenceFiles:
 
 
 def make_rig(
-    num_layers: int, num_experts: int, top_k: int, options: OffloadOptions, dtype: torch.dtype = torch.float32,
-    lazy: bool = True, num_pieces: int = 0, checkpoint=None,
-) -> Rig:  # fmt: skip
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
+    options: OffloadOptions,
+    dtype: torch.dtype = torch.float32,
+    lazy: bool = True,
+    num_pieces: int = 0,
+    checkpoint=None,
+) -> Rig:
     moe = MoeConfig(num_experts, top_k, SIZE, True, (True,) * num_layers)
     stream = LazyStream() if lazy else CountingStream()
     build = Build(dtype, CPU.torch_device, checked_ops(stream), Parallel())

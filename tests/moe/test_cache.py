@@ -124,9 +124,17 @@ def test_quotas_are_even_and_earlier_layers_get_the_rest() -> None:
         ExpertCache(4, 8, 2, num_cached=10, num_streaming=1)
 
 
-@pytest.mark.parametrize(("num_streaming", "num_missing", "sizes"), [
-    (4, 4, [4]), (4, 5, [2, 2, 1]), (4, 8, [2, 2, 2, 2]), (3, 3, [3]), (3, 4, [1, 1, 1, 1]), (2, 3, [1, 1, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_streaming", "num_missing", "sizes"),
+    [
+        (4, 4, [4]),
+        (4, 5, [2, 2, 1]),
+        (4, 8, [2, 2, 2, 2]),
+        (3, 3, [3]),
+        (3, 4, [1, 1, 1, 1]),
+        (2, 3, [1, 1, 1]),
+    ],
+)
 def test_waves(num_streaming: int, num_missing: int, sizes: list[int]) -> None:
     cache = ExpertCache(1, 8, 2, 0, num_streaming)
     selection = cache.select(0, dict.fromkeys(range(num_missing), 1))
@@ -235,9 +243,15 @@ def test_all_cached_means_all_hits() -> None:
 
 
 def play(
-    cached: int, in_host: int, routing: Routing, exclusive: bool = True, policy: str = "lfu", disk_cost: float = 8.0,
-    num_layers: int = 2, num_tokens: int = 450,
-) -> Counter[str]:  # fmt: skip
+    cached: int,
+    in_host: int,
+    routing: Routing,
+    exclusive: bool = True,
+    policy: str = "lfu",
+    disk_cost: float = 8.0,
+    num_layers: int = 2,
+    num_tokens: int = 450,
+) -> Counter[str]:
     """Experts that come from host memory and from disk and go back, in the last two thirds of a decode with a prompt
     now and then. Not exclusive: host memory keeps the first ones of each layer for ever, whatever is on the device."""
     cache = ExpertCache(num_layers, routing.num_experts, routing.top_k, cached, 2 * routing.top_k, policy)
@@ -263,9 +277,12 @@ def play(
 
 
 ROUTINGS = {
-    "even": Routing(skew=0.0, drift=0.0, repeat=0.0), "skewed": Routing(), "very skewed": Routing(skew=1.5),
-    "drifting": Routing(skew=1.2, drift=0.1), "many": Routing(num_experts=24, top_k=4),
-}  # fmt: skip
+    "even": Routing(skew=0.0, drift=0.0, repeat=0.0),
+    "skewed": Routing(),
+    "very skewed": Routing(skew=1.5),
+    "drifting": Routing(skew=1.2, drift=0.1),
+    "many": Routing(num_experts=24, top_k=4),
+}
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

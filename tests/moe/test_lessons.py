@@ -34,8 +34,14 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(num_slots: int, num_in_host: int = 32, **options: Any) -> LLM:
     gigabytes = {"expert_cache_gb": num_slots * EXPERT_BYTES / GIB, "expert_host_gb": num_in_host * EXPERT_BYTES / GIB}
-    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 4,
-                "num_kvcache_blocks": 32, **gigabytes}  # fmt: skip
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_model_len": 160,
+        "max_num_seqs": 4,
+        "num_kvcache_blocks": 32,
+        **gigabytes,
+    }
     return LLM(str(TRAINED), **{**defaults, **options})
 
 
@@ -137,8 +143,11 @@ def test_eviction_moves_nothing_and_the_host_waits_once_a_layer(tier: str, monke
     """Lesson 32: eviction copied experts back and called empty_cache(); the host waited for every expert and token.
     Only host memory that holds some experts and not others gets any back, each for another one."""
     with make(5) as llm:
-        truth = {(layer, e): block.tensor.clone() for layer, held in enumerate(llm.engine.executor.offload.store.held)
-                 for e, block in held.items()}  # fmt: skip
+        truth = {
+            (layer, e): block.tensor.clone()
+            for layer, held in enumerate(llm.engine.executor.offload.store.held)
+            for e, block in held.items()
+        }
     released: list[int] = []
     monkeypatch.setattr(Device, "release_cached", lambda self: released.append(1))
     file = TRAINED / "model.safetensors"
@@ -207,8 +216,15 @@ def test_every_expert_that_is_chosen_counts(tier: str) -> None:
         with make(6, TIERS[tier]) as llm:
             send = llm.engine.executor.offload.store.send
 
-            def erased(layer: int, which: int, start: int, stop: int, memory: torch.Tensor, gone: Any = expert,
-                       send: Any = send) -> None:  # fmt: skip
+            def erased(
+                layer: int,
+                which: int,
+                start: int,
+                stop: int,
+                memory: torch.Tensor,
+                gone: Any = expert,
+                send: Any = send,
+            ) -> None:
                 send(layer, which, start, stop, memory)
                 if which == gone:
                     memory[start:stop].zero_()

@@ -121,10 +121,20 @@ def test_no_tokens_no_work() -> None:
 def test_layouts_round_ranks_up_and_private_experts_are_dense() -> None:
     ranks = {0: {"w1": 9, "w2": 8, "w3": 16}, 2: {"w1": 24, "w2": 1, "w3": 1}}
     metadata = SvdMetadata(
-        method="pca", mode="shared", dtype="bfloat16", layer_ids=(0, 2), num_experts=4, hidden_size=24,
-        intermediate_size=32, ranks=ranks, w2_modes={0: "input", 2: "output"}, ridge=0.0, teacher_hash="",
-        calibration_hash=None, kept=0.5,
-    )  # fmt: skip
+        method="pca",
+        mode="shared",
+        dtype="bfloat16",
+        layer_ids=(0, 2),
+        num_experts=4,
+        hidden_size=24,
+        intermediate_size=32,
+        ranks=ranks,
+        w2_modes={0: "input", 2: "output"},
+        ridge=0.0,
+        teacher_hash="",
+        calibration_hash=None,
+        kept=0.5,
+    )
     first, second = layouts_of(metadata)
     assert first.parts == {"gate": (32, 16), "up": (32, 16), "down": (24, 8)}
     assert first.shared == {"u13": (32, 24), "u2": (8, 32)}

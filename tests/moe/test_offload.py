@@ -51,8 +51,14 @@ def in_two_halves(offload, layer, x, ids, weights):
 
 
 @settings(max_examples=200, deadline=None)
-@given(cases(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 20), st.integers(0, 99),
-       st.sampled_from([0.0, 0.5, 1.0]))  # fmt: skip
+@given(
+    cases(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.integers(0, 20),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
 def test_output_has_the_bits_of_resident_experts(case, dtype, lazy, num_pieces, seed, halves) -> None:
     """Computed at once, or in the two halves of a captured decode step, or now this way, now that."""
     draw = random.Random(seed)
@@ -107,8 +113,11 @@ def test_idle_time_goes_to_the_next_layer_first_and_then_to_the_one_after() -> N
     for num_pieces in range(6):
         rig = make_rig(3, 8, 1, OffloadOptions(0, 8, piece_bytes=EXPERT_BYTES), num_pieces=num_pieces)
         x, ids, weights = random_call(rig, 2, torch.Generator().manual_seed(7))
-        guesses = [(layer, int(expert)) for layer in (1, 2)
-                   for expert in PLAIN.route(x @ rig.gates[layer].T, 1, False)[0].flatten()]  # fmt: skip
+        guesses = [
+            (layer, int(expert))
+            for layer in (1, 2)
+            for expert in PLAIN.route(x @ rig.gates[layer].T, 1, False)[0].flatten()
+        ]
         assert len(set(guesses)) == 4
         rig.layer(0)(x, ids, weights)
         assert {key for key in rig.offload.cache._slot_of if key[0] > 0} == set(guesses[:num_pieces])

@@ -89,10 +89,17 @@ def test_the_figures_everyone_quotes() -> None:
 
 def tiny_config(architecture: str, **more: Any) -> dict[str, Any]:
     return {
-        "architectures": [architecture], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "max_position_embeddings": 128, **more,
-    }  # fmt: skip
+        "architectures": [architecture],
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(

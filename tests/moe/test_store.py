@@ -32,8 +32,11 @@ def write_model(folder, dtype=torch.float32):
     shapes = {"gate": (SIZE, HIDDEN), "up": (SIZE, HIDDEN), "down": (HIDDEN, SIZE)}
     generator = torch.Generator().manual_seed(0)
     for layer in range(LAYERS):
-        tensors = {f"{layer}.{expert}.{part}": torch.randn(shape, generator=generator).to(dtype)
-                   for expert in range(EXPERTS) for part, shape in shapes.items()}  # fmt: skip
+        tensors = {
+            f"{layer}.{expert}.{part}": torch.randn(shape, generator=generator).to(dtype)
+            for expert in range(EXPERTS)
+            for part, shape in shapes.items()
+        }
         save_file(tensors, folder / f"model-{layer}.safetensors")
     return SafetensorsFolder(folder)
 
@@ -70,8 +73,9 @@ def test_both_tiers_give_the_same_bytes(tmp_path, small_chunks, num_in_memory: i
 def test_every_layer_has_the_same_share_on_disk(tmp_path) -> None:
     store, _ = make_store(write_model(tmp_path), 4)
     assert [[store.in_memory(layer, expert) for expert in range(EXPERTS)] for layer in range(LAYERS)] == [
-        [True, True, False], [True, True, False]
-    ]  # fmt: skip
+        [True, True, False],
+        [True, True, False],
+    ]
     uneven, _ = make_store(write_model(tmp_path), 3)  # the first layers may have one more slot: the last get the block
     assert [list(held) for held in uneven.held] == [[0], [0, 1]]
     assert [uneven.num_on_disk(quotas) for quotas in ((0, 0), (1, 0), (2, 1), (0, 3), (3, 3))] == [3, 2, 0, 2, 0]

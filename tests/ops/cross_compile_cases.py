@@ -3,6 +3,7 @@
 Run as a script (`python cross_compile_cases.py 90 120 ...`) in a process of its own: a process that interprets Triton
 kernels cannot compile them. `test_cross_compile.py` runs it and judges the lines.
 """
+
 import json
 import os
 import sys
@@ -65,9 +66,17 @@ def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group:
         cache = f"tensordesc<{dtype}[{tile.block_n}, {head_dim}]>" if tile.use_desc else f"*{dtype}"
         types = [f"*{dtype}"] * 3 + [cache] * 2 + [f"*{dtype}"] + ["*i32"] * 3
         types += ["fp32", "i32", "i32"] + ["i32:16"] * 4 + ["i32"]
-        consts = {"NUM_KV_HEADS": 3, "GROUP": group, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
-                  "BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WINDOW": window,
-                  "USE_DESC": tile.use_desc}  # fmt: skip
+        consts = {
+            "NUM_KV_HEADS": 3,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "D": next_power_of_2(head_dim),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "WINDOW": window,
+            "USE_DESC": tile.use_desc,
+        }
         return compile_kernel(prefill_attention.prefill_kernel, types, consts, arch, tile.num_warps, tile.num_stages)
 
     return run
@@ -80,8 +89,17 @@ def decode_case(dtype: str, head_dim: int, block_size: int, window: int, batch: 
         fitted = decode_attention.fit_launch(launch, head_dim, size, capability_of(arch))
         types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32"] + ["fp32"]
         types += ["i32:16"] * 4 + ["i32"] * 2
-        consts = {"NUM_KV_HEADS": 3, "GROUP": 3, "ROWS": 16, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim),
-                  "BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window}  # fmt: skip
+        consts = {
+            "NUM_KV_HEADS": 3,
+            "GROUP": 3,
+            "ROWS": 16,
+            "HEAD_DIM": head_dim,
+            "D": next_power_of_2(head_dim),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_N": fitted.block_n,
+            "STEP": 64,
+            "WINDOW": window,
+        }
         kernel = decode_attention.decode_kernel
         return compile_kernel(kernel, types, consts, arch, fitted.num_warps, fitted.num_stages)
 
@@ -96,15 +114,33 @@ def merge_case(dtype: str):
 
 def rope_case(dtype: str, head_dim: int, rot_dim: int, has_norm: bool):
     rest = next_power_of_2(head_dim - rot_dim) if rot_dim < head_dim else 0
-    consts = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": head_dim, "ROT_DIM": rot_dim, "BLOCK_SIZE": 16,
-              "HEADS": 8, "HALF": next_power_of_2(rot_dim // 2), "REST": rest, "HAS_NORM": has_norm}  # fmt: skip
+    consts = {
+        "NUM_Q_HEADS": 9,
+        "NUM_KV_HEADS": 3,
+        "HEAD_DIM": head_dim,
+        "ROT_DIM": rot_dim,
+        "BLOCK_SIZE": 16,
+        "HEADS": 8,
+        "HALF": next_power_of_2(rot_dim // 2),
+        "REST": rest,
+        "HAS_NORM": has_norm,
+    }
     types = [f"*{dtype}"] * 3 + ["*fp32", "*i64", "*i64"] + [f"*{dtype}"] * 3 + ["i32:16"] * 4 + ["fp32"]
     return lambda arch: compile_kernel(qk_norm_rope.qk_norm_rope_kernel, types, consts, arch, 4)
 
 
 def gemv_case(dtype: str, rows: int, size: int, fused: bool):
-    consts = {"SIZE": size, "NUM_ROWS": rows, "ROWS": next_power_of_2(rows), "BLOCK_N": 2, "BLOCK_K": 512,
-              "HAS_BIAS": not fused, "HAS_NORM": fused, "GATED": fused, "HAS_RESIDUAL": not fused}  # fmt: skip
+    consts = {
+        "SIZE": size,
+        "NUM_ROWS": rows,
+        "ROWS": next_power_of_2(rows),
+        "BLOCK_N": 2,
+        "BLOCK_K": 512,
+        "HAS_BIAS": not fused,
+        "HAS_NORM": fused,
+        "GATED": fused,
+        "HAS_RESIDUAL": not fused,
+    }
     types = [f"*{dtype}"] * 6 + ["i32:16", "i32:16", "i32", "fp32"]
     return lambda arch: compile_kernel(gemv.gemv_kernel, types, consts, arch, 1)
 
@@ -123,17 +159,28 @@ def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = Fa
         if plan.kind == "grouped":  # what the rule would take without PyTorch's product
             plan = moe_tiles.default_plan(num_tokens, moe_tiles.Shape(hidden, size, 2, torch.float16), (9, 0))
         for name, kernel, types, consts, tile in (
-            ("gate_up", moe_gemm.gate_up_kernel, [d, d] + ["*i32"] * 3 + [d, "i32:16", "i32:16"],
-             {"SIZE": hidden, "OUT_SIZE": size, "TOP_K": 2, "SPLIT": low_rank}, plan.gate_up),
-            ("down", moe_gemm.down_kernel, [d, d] + ["*i32"] * 3 + [d if low_rank else "*fp32", d, "i32:16"],
-             {"SIZE": size, "OUT_SIZE": hidden, "SHARED": low_rank}, plan.down),
-        ):  # fmt: skip
+            (
+                "gate_up",
+                moe_gemm.gate_up_kernel,
+                [d, d] + ["*i32"] * 3 + [d, "i32:16", "i32:16"],
+                {"SIZE": hidden, "OUT_SIZE": size, "TOP_K": 2, "SPLIT": low_rank},
+                plan.gate_up,
+            ),
+            (
+                "down",
+                moe_gemm.down_kernel,
+                [d, d] + ["*i32"] * 3 + [d if low_rank else "*fp32", d, "i32:16"],
+                {"SIZE": size, "OUT_SIZE": hidden, "SHARED": low_rank},
+                plan.down,
+            ),
+        ):
             options = moe_gemm.launch_options(plan.block_m, consts["SIZE"], tile)
             stages = {"num_warps": options.pop("num_warps"), "num_stages": options.pop("num_stages")}
             cases[f"moe_{name}{kind} {dtype} {num_tokens}"] = (
-                lambda arch, kernel=kernel, types=types, consts=consts | options, stages=stages:
-                compile_kernel(kernel, types, consts, arch, **stages)
-            )  # fmt: skip
+                lambda arch, kernel=kernel, types=types, consts=consts | options, stages=stages: compile_kernel(
+                    kernel, types, consts, arch, **stages
+                )
+            )
     return cases
 
 
@@ -162,16 +209,24 @@ def moe_small_cases(dtype: str) -> dict:
         "moe_scatter": (moe_grouped.scatter_kernel, [d, "*i32", "*i32", "*fp32", d, "i32"],
                         {"SIZE": 4096, "TILE": 2048}, 4),
     }  # fmt: skip
-    return {f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch, case[3]))
-            for name, case in plain.items()}  # fmt: skip
+    return {
+        f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch, case[3]))
+        for name, case in plain.items()
+    }
 
 
 def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     """The elementwise kernels, the sampler and the state updates; all, or those named."""
     d = f"*{dtype}"
     norm_consts = {"SIZE": 576, "TILE": 1024, "HAS_RESIDUAL": True}
-    store_consts = {"HEAD_DIM": 80, "HEAD_STRIDE": 80, "CACHE_HEAD_STRIDE": 80, "BLOCK_SIZE": 16, "SIZE": 240,
-                    "TILE": 256}  # fmt: skip
+    store_consts = {
+        "HEAD_DIM": 80,
+        "HEAD_STRIDE": 80,
+        "CACHE_HEAD_STRIDE": 80,
+        "BLOCK_SIZE": 16,
+        "SIZE": 240,
+        "TILE": 256,
+    }
     sampler = ["*fp32", "*i32", "*i32", "*i16", "*i32", "*i32", "*i64", "*i64"]  # the SamplerState
     sizes, tiles = ["i32", "i32", "i32"], ["*fp32", "*fp32"]
     lists = ["*i32", "*fp32", "*i32"]
@@ -183,11 +238,13 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
         "store_kv": (store_kv.store_kv_kernel, [d] * 4 + ["*i64"] + ["i32"] * 4, store_consts),
         "sample tiles": (sampling.tiles_kernel, [d, "*i32", "*i32", *tiles, *tiles, *sizes, *sampler], {"TILES": 16}),
         "sample pick": (
-            sampling.pick_kernel, [d, "*i32", "*i32", *tiles, *lists, "*i64", *sizes, "*i64", *sampler],
+            sampling.pick_kernel,
+            [d, "*i32", "*i32", *tiles, *lists, "*i64", *sizes, "*i64", *sampler],
             {"ALL_TILES": 1024},
         ),
         "sample search": (
-            sampling_search.search_kernel, [d, "*i32", "*i32", *tiles, "*i64", *sizes, "*i64", *sampler],
+            sampling_search.search_kernel,
+            [d, "*i32", "*i32", *tiles, "*i64", *sizes, "*i64", *sampler],
             {"ALL_TILES": 1024, "BLOCK": 8192},
         ),
         "sample report": (
@@ -199,8 +256,11 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
         "begin": (lanes.begin_kernel, lane_types, {"BLOCK_SIZE": 16, "TILE": 128}),
         "keep": (lanes.keep_kernel, ["*i32", "*i64", "*i64", "i32"], {"TILE": 256}),
     }
-    return {f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch))
-            for name, case in plain.items() if not names or name in names}  # fmt: skip
+    return {
+        f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch))
+        for name, case in plain.items()
+        if not names or name in names
+    }
 
 
 def attention_shapes(arch: int) -> list[tuple[int, int, int]]:

@@ -4,6 +4,7 @@ Sizes are tiny (the interpreter runs one program at a time in numpy) and sit on 
 matter: block size, key tile, query tile, split. Pages are shuffled, unused cache memory is NaN, and padding rows are
 present.
 """
+
 import itertools
 import os
 from dataclasses import replace
@@ -112,11 +113,18 @@ def test_store_kv(head_dim, by_head):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "rot_dim", "has_norm"),
-    [(torch.float32, *sizes, has_norm)
-     for sizes in ((64, 64), (80, 80), (80, 32), (192, 64)) for has_norm in (True, False)]
-    + [(torch.float16, 64, 64, False), (torch.float16, 80, 32, True),
-       (torch.bfloat16, 80, 80, True), (torch.bfloat16, 192, 64, False)],
-)  # fmt: skip
+    [
+        (torch.float32, *sizes, has_norm)
+        for sizes in ((64, 64), (80, 80), (80, 32), (192, 64))
+        for has_norm in (True, False)
+    ]
+    + [
+        (torch.float16, 64, 64, False),
+        (torch.float16, 80, 32, True),
+        (torch.bfloat16, 80, 80, True),
+        (torch.bfloat16, 192, 64, False),
+    ],
+)
 def test_qk_norm_rope(dtype, head_dim, rot_dim, has_norm):
     num_q, num_kv, block_size = 5, 2, 4  # an odd number of heads: the last program has one to spare
     two_sizes = head_dim == 64 and dtype == torch.float32 and has_norm
@@ -270,10 +278,16 @@ def test_decode_launch_rule():
 
 @pytest.mark.parametrize(
     ("head_dim", "element_size", "arch", "expected"),
-    [(128, 2, (9, 0), (64, 4, 2)), (256, 2, (9, 0), (64, 4, 2)), (128, 2, (8, 6), (64, 4, 2)),
-     (256, 2, (8, 9), (32, 4, 2)), (256, 2, (12, 0), (32, 4, 2)), (128, 4, (9, 0), (16, 4, 1)),
-     (64, 2, (7, 5), (16, 4, 1))],
-)  # fmt: skip
+    [
+        (128, 2, (9, 0), (64, 4, 2)),
+        (256, 2, (9, 0), (64, 4, 2)),
+        (128, 2, (8, 6), (64, 4, 2)),
+        (256, 2, (8, 9), (32, 4, 2)),
+        (256, 2, (12, 0), (32, 4, 2)),
+        (128, 4, (9, 0), (16, 4, 1)),
+        (64, 2, (7, 5), (16, 4, 1)),
+    ],
+)
 def test_decode_launch_fits_the_card(head_dim, element_size, arch, expected):
     launch = decode.fit_launch(decode.DecodeLaunch(2), head_dim, element_size, arch)
     assert (launch.block_n, launch.num_warps, launch.num_stages) == expected

@@ -3,6 +3,7 @@
 Tiny experts, every path forced in turn. Sizes sit around BLOCK_M, tokens meet at one expert or none, experts stay
 empty, rows name an expert twice, pairs have no slot, and weights are views of a pool whose slots lie apart.
 """
+
 import os
 
 import pytest

@@ -16,10 +16,16 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize(
     ("kind", "vocab", "dtype"),
-    [("normal", 2049, torch.float32), ("flat", 300, torch.bfloat16), ("flat", 4100, torch.bfloat16),
-     ("peaked", 300, torch.float32), ("ties", 600, torch.bfloat16), ("equal", 257, torch.bfloat16),
-     ("broken", 600, torch.bfloat16)],
-)  # fmt: skip
+    [
+        ("normal", 2049, torch.float32),
+        ("flat", 300, torch.bfloat16),
+        ("flat", 4100, torch.bfloat16),
+        ("peaked", 300, torch.float32),
+        ("ties", 600, torch.bfloat16),
+        ("equal", 257, torch.bfloat16),
+        ("broken", 600, torch.bfloat16),
+    ],
+)
 def test_every_kind_of_request(kind, vocab, dtype):
     torch.manual_seed(0)
     rows = make_rows(vocab)

@@ -1,4 +1,5 @@
 """Kernels are compiled in threads from launches that do not happen, and Triton is left as it was found."""
+
 import os
 import subprocess
 import sys

@@ -5,6 +5,7 @@ rest.)
 This is what keeps the claim "runs on an RTX 2080 Ti" (sm_75) honest in CI. It does not say that the code is fast: since
 Triton 3.3 a dot product on Turing runs on the ordinary cores.
 """
+
 import json
 import os
 import subprocess

@@ -1,4 +1,5 @@
 """The plain mixture-of-experts operators against transformers' own, their promise about passes, and the tile table."""
+
 import json
 
 import pytest
@@ -27,12 +28,18 @@ def _seed():
 def block_of(name, num_experts, top_k, renormalise):
     """A sparse block of transformers and (router, gate_up [E, 2I, H], down [E, H, I])."""
     if name == "mixtral":
-        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=SIZE, num_local_experts=num_experts,
-                               num_experts_per_tok=top_k)  # fmt: skip
+        config = MixtralConfig(
+            hidden_size=HIDDEN, intermediate_size=SIZE, num_local_experts=num_experts, num_experts_per_tok=top_k
+        )
         block = modeling_mixtral.MixtralSparseMoeBlock(config)
     else:
-        config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=SIZE, num_experts=num_experts,
-                                num_experts_per_tok=top_k, norm_topk_prob=renormalise)  # fmt: skip
+        config = Qwen3MoeConfig(
+            hidden_size=HIDDEN,
+            moe_intermediate_size=SIZE,
+            num_experts=num_experts,
+            num_experts_per_tok=top_k,
+            norm_topk_prob=renormalise,
+        )
         block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config)
     for parameter in block.parameters():
         parameter.data = torch.randn(parameter.shape) / 6
@@ -170,19 +177,33 @@ def test_the_rule():
     sizes = (1, 2, 3, 16, 17, 64, 65, 128, 129, 512, 513, 3071, 3072)
     kinds = {n: moe_tiles.default_plan(n, MIXTRAL, HOPPER) for n in sizes}
     assert {n: (plan.kind, plan.block_m) for n, plan in kinds.items()} == {
-        1: ("gemv", 1), 2: ("gemv", 1), 3: ("tiles", 16), 16: ("tiles", 16), 17: ("tiles", 64), 64: ("tiles", 64),
-        65: ("tiles", 64), 128: ("tiles", 64), 129: ("tiles", 128), 512: ("tiles", 128), 513: ("tiles", 128),
-        3071: ("tiles", 128), 3072: ("grouped", 128),
-    }  # fmt: skip
+        1: ("gemv", 1),
+        2: ("gemv", 1),
+        3: ("tiles", 16),
+        16: ("tiles", 16),
+        17: ("tiles", 64),
+        64: ("tiles", 64),
+        65: ("tiles", 64),
+        128: ("tiles", 64),
+        129: ("tiles", 128),
+        512: ("tiles", 128),
+        513: ("tiles", 128),
+        3071: ("tiles", 128),
+        3072: ("grouped", 128),
+    }
     many = Shape(2048, 768, 8, torch.bfloat16)
     plans = [moe_tiles.default_plan(n, many, HOPPER) for n in (4, 5, 64, 65, 512, 513)]
     assert [plan.block_m for plan in plans] == [1, 16, 16, 64, 64, 128]
 
 
 def test_the_grouped_product_is_for_hopper_and_bf16():
-    for shape, arch in [(MIXTRAL, (8, 0)), (MIXTRAL, (10, 0)), (Shape(4096, 14336, 2, torch.float16), HOPPER),
-                        (Shape(4096, 14340, 2, torch.bfloat16), HOPPER),
-                        (Shape(2048, 768, 8, torch.bfloat16), HOPPER)]:  # fmt: skip
+    for shape, arch in [
+        (MIXTRAL, (8, 0)),
+        (MIXTRAL, (10, 0)),
+        (Shape(4096, 14336, 2, torch.float16), HOPPER),
+        (Shape(4096, 14340, 2, torch.bfloat16), HOPPER),
+        (Shape(2048, 768, 8, torch.bfloat16), HOPPER),
+    ]:
         assert not moe_tiles.uses_grouped(16384, shape, arch)
     assert moe_tiles.uses_grouped(16384, MIXTRAL, HOPPER)
 
@@ -242,11 +263,20 @@ def test_a_table_is_read_as_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [({"block_m": 24}, "power of two"), ({"block_m": 8}, "at least 16"), ({"block_m": True}, "integer"),
-     ({"kind": "magic"}, "kind"), ({"device": 3}, "device"), ({"max_tokens": 0}, "max_tokens"),
-     ({"hidden": 1 << 40}, "hidden"), ({"gate_up": [64, 128, 4]}, "num_stages"), ({"down": [64, 100, 4, 3]}, "powers"),
-     ({"down": [64, 128, 4, 99]}, "num_stages"), ({"top_k": "2"}, "top_k")],
-)  # fmt: skip
+    [
+        ({"block_m": 24}, "power of two"),
+        ({"block_m": 8}, "at least 16"),
+        ({"block_m": True}, "integer"),
+        ({"kind": "magic"}, "kind"),
+        ({"device": 3}, "device"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"hidden": 1 << 40}, "hidden"),
+        ({"gate_up": [64, 128, 4]}, "num_stages"),
+        ({"down": [64, 100, 4, 3]}, "powers"),
+        ({"down": [64, 128, 4, 99]}, "num_stages"),
+        ({"top_k": "2"}, "top_k"),
+    ],
+)
 def test_a_wrong_entry_is_refused(tmp_path, change, complaint):
     entry = moe_tiles.entry_of("card", MIXTRAL, 64, Plan("tiles", 32)) | change
     path = tmp_path / "tiles.json"

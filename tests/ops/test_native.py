@@ -91,9 +91,13 @@ def test_other_dtypes_and_strides_go_to_the_twin() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "reason"),
-    [({"NANOVLLM_NATIVE": "0"}, "turned off"), ({"PATH": "/nonexistent", "CC": "nothing"}, "no C compiler"),
-     ({"CC": "false"}, "compiling failed"), ({"NANOVLLM_CACHE": "/proc/nowhere"}, "compiling failed")],
-)  # fmt: skip
+    [
+        ({"NANOVLLM_NATIVE": "0"}, "turned off"),
+        ({"PATH": "/nonexistent", "CC": "nothing"}, "no C compiler"),
+        ({"CC": "false"}, "compiling failed"),
+        ({"NANOVLLM_CACHE": "/proc/nowhere"}, "compiling failed"),
+    ],
+)
 def test_without_a_compiler_the_plain_operators_serve(environment: dict[str, str], reason: str) -> None:
     code = (
         "from nanovllm.ops.native.build import load_library; from nanovllm.ops.opset import PLAIN, choose_ops;"
@@ -102,9 +106,12 @@ def test_without_a_compiler_the_plain_operators_serve(environment: dict[str, str
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(root), **environment},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(root), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if isinstance(LIBRARY, str) and "turned off" not in reason:
         return
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
 """The plain operators, which every kernel is held against, against Hugging Face's and torch's own formulations."""
+
 import subprocess
 import sys
 
@@ -63,9 +64,12 @@ def test_rotary(dtype, head_dim, rot_dim, tokens):
     positions = torch.randint(0, 64, (tokens,))
     full = torch.cat((angles, angles), dim=1)[positions]
     expected = apply_rotary_pos_emb(
-        q[..., :rot_dim].float()[None], k[..., :rot_dim].float()[None], full.cos()[None], full.sin()[None],
+        q[..., :rot_dim].float()[None],
+        k[..., :rot_dim].float()[None],
+        full.cos()[None],
+        full.sin()[None],
         unsqueeze_dim=2,
-    )  # fmt: skip
+    )
     tolerance = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps  # fused products round differently
     for got, source, want in zip(rotary.apply_rotary(q, k, cos_sin, positions), (q, k), expected):
         torch.testing.assert_close(got[..., :rot_dim], want[0].to(dtype), rtol=tolerance, atol=tolerance)
@@ -142,8 +146,12 @@ def test_sampling_follows_softmax_across_tiles():
     num = 4000
     for temperature in (1.0, 0.7):
         probs = (logits / temperature).softmax(0)
-        counts = torch.bincount(torch.cat([draw(logits, temperature, 500, i * 500) for i in range(num // 500)]),
-                                minlength=len(logits)) / num  # fmt: skip
+        counts = (
+            torch.bincount(
+                torch.cat([draw(logits, temperature, 500, i * 500) for i in range(num // 500)]), minlength=len(logits)
+            )
+            / num
+        )
         for part in (slice(0, 1), slice(1, 2), slice(2, 3), slice(3, sampling.TILE), slice(-2, -1)):
             expected = probs[part].sum().item()
             sigma = (expected * (1 - expected) / num) ** 0.5

@@ -4,6 +4,7 @@ Triton compiles anew for every combination of argument types, constexprs, and of
 are 1 or multiples of 16, pointers aligned to 16 bytes. The wrappers are called here with JITFunction.run replaced by a
 recorder of that combination, over the shapes that an engine's steps have. Nothing is compiled or run.
 """
+
 import itertools
 
 import pytest
@@ -86,8 +87,10 @@ def test_attention(compiled, by_head):
         starts = ints(batch + 1 + skipped)[skipped:]
         prefill_attention.prefill_attention(q, *cache, starts, lens, tables, 0.1)
     assert {name: len(keys) for name, keys in compiled.items()} == {
-        "decode_kernel": 2, "merge_kernel": 1, "prefill_kernel": 1,  # decode: two tiles, by the batch
-    }  # fmt: skip
+        "decode_kernel": 2,
+        "merge_kernel": 1,
+        "prefill_kernel": 1,  # decode: two tiles, by the batch
+    }
 
 
 def test_everything_else(compiled):

@@ -2,6 +2,7 @@
 
 The mode is fixed when a kernel is decorated, so it cannot share a process with tests that compile or that use a GPU.
 """
+
 import os
 import subprocess
 import sys

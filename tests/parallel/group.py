@@ -21,11 +21,15 @@ class RankGroup:
         self.size, self._store = size, open_store(0, size, is_master=True, timeout=60)  # port 0: any free one
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(rank), str(size), str(self._store.port)], text=True, cwd=ROOT,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT), "PATH": ""},
+                [sys.executable, str(SCRIPT), str(rank), str(size), str(self._store.port)],
+                text=True,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={"PYTHONPATH": str(ROOT), "PATH": ""},
             )
             for rank in range(size)
-        ]  # fmt: skip
+        ]
 
     def do(self, **job: Any) -> list[dict[str, Any]]:
         """What each rank says."""

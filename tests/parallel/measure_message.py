@@ -96,8 +96,7 @@ def main() -> None:
     rows = [measure(num_seqs) for num_seqs in args.num_seqs]
     columns = ["sequences", "bytes", "write us", "send+receive us", "read us", "total us", "total us, median trial"]
     shown = [
-        [row["num_seqs"], row["num_bytes"], *row["quietest_us"].values(), row["median_us"]["total"]]
-        for row in rows
+        [row["num_seqs"], row["num_bytes"], *row["quietest_us"].values(), row["median_us"]["total"]] for row in rows
     ]
     print_table("A step's message", columns, shown)
     hardware = f"{cpu_name()}, {os.cpu_count()} cores"

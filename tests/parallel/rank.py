@@ -120,8 +120,10 @@ def decode(executor: LocalExecutor, prompts: list[list[int]], num_tokens: int, b
     each = -(-(max(map(len, prompts)) + num_tokens) // block_size)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     arrivals = tuple(Arrival(i, tuple(prompt), len(prompt), params, i, ()) for i, prompt in enumerate(prompts))
-    entries = tuple(PlanEntry(i, 0, len(prompt), 0, tuple(range(i * each, (i + 1) * each)), True)
-                    for i, prompt in enumerate(prompts))  # fmt: skip
+    entries = tuple(
+        PlanEntry(i, 0, len(prompt), 0, tuple(range(i * each, (i + 1) * each)), True)
+        for i, prompt in enumerate(prompts)
+    )
     first = executor.launch(StepPlan(0, entries, arrivals, tuple(range(16)))).result().token_ids
     found = [list(tokens) for tokens in first]
     for step in range(1, num_tokens):
@@ -133,9 +135,13 @@ def decode(executor: LocalExecutor, prompts: list[list[int]], num_tokens: int, b
 
 def greedy(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     config = EngineConfig(
-        model=job["path"], device="cpu", tensor_parallel_size=parallel.size, max_num_seqs=16, num_kvcache_blocks=128,
+        model=job["path"],
+        device="cpu",
+        tensor_parallel_size=parallel.size,
+        max_num_seqs=16,
+        num_kvcache_blocks=128,
         **job["options"],
-    )  # fmt: skip
+    )
     checkpoint, reads = CountingCheckpoint(open_checkpoint(Path(job["path"]))), Reads()
     model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
     limits = StepLimits(160, 512, 16)
@@ -147,11 +153,15 @@ def greedy(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
         tokens = [found for batch in job["batches"] for found in decode(executor, batch, job["num_tokens"], 16)]
         stats = executor.expert_stats()
         return {
-            "tokens": tokens, "num_read": checkpoint.num_read, "experts_read": sorted(checkpoint.experts),
-            "bytes_at_start": at_start, "bytes_later": reads.num_bytes - at_start,
-            "num_parameters": executor.num_parameters, "describe": executor.describe().get("experts"),
+            "tokens": tokens,
+            "num_read": checkpoint.num_read,
+            "experts_read": sorted(checkpoint.experts),
+            "bytes_at_start": at_start,
+            "bytes_later": reads.num_bytes - at_start,
+            "num_parameters": executor.num_parameters,
+            "describe": executor.describe().get("experts"),
             "stats": None if stats is None else [stats.hits, stats.misses, stats.computed_on_cpu, stats.bytes_copied],
-        }  # fmt: skip
+        }
     finally:
         executor.close()
         checkpoint.close()
@@ -179,14 +189,20 @@ def spread(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
 
 def logits(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     model, num_read = build(Path(job["path"]), parallel)
-    return {"logits": logits_of(model).tolist(), "num_read": num_read,
-            "numbers": parallel.gather_numbers(parallel.rank * 10)}  # fmt: skip
+    return {
+        "logits": logits_of(model).tolist(),
+        "num_read": num_read,
+        "numbers": parallel.gather_numbers(parallel.rank * 10),
+    }
 
 
 def numbers(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     found = job["number"] + parallel.rank
-    return {"numbers": parallel.gather_numbers(found), "least": parallel.least(found),
-            "neighbours": parallel.count_neighbours()}  # fmt: skip
+    return {
+        "numbers": parallel.gather_numbers(found),
+        "least": parallel.least(found),
+        "neighbours": parallel.count_neighbours(),
+    }
 
 
 JOBS = {"logits": logits, "greedy": greedy, "spread": spread, "numbers": numbers}

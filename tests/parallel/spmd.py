@@ -1,6 +1,6 @@
 """What torchrun starts in test_torchrun.py and test_hosts.py: every rank runs all of it, prints one line of JSON.
 
-    spmd.py MODEL SIZE same | differ | lost
+spmd.py MODEL SIZE same | differ | lost
 """
 
 from __future__ import annotations

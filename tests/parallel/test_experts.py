@@ -73,9 +73,16 @@ def share_bytes(model: TinyModel, num_ranks: int) -> int:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("mixtral", 2), ("mixtral", 4), ("mixtral-top1", 2), ("mixtral-window-sharded", 4), ("qwen3-moe", 4),
-     ("qwen3-moe-dense-layers", 2), ("qwen3-moe-every-second", 4)],
-)  # fmt: skip
+    [
+        ("mixtral", 2),
+        ("mixtral", 4),
+        ("mixtral-top1", 2),
+        ("mixtral-window-sharded", 4),
+        ("qwen3-moe", 4),
+        ("qwen3-moe-dense-layers", 2),
+        ("qwen3-moe-every-second", 4),
+    ],
+)
 def test_resident_experts(tiny: Tiny, ranks: Ranks, name: str, size: int) -> None:
     """Lesson 34."""
     model = tiny(name)
@@ -98,9 +105,17 @@ TIERS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("tier", "size"), [
-    ("memory", 2), ("disk", 2), ("exclusive", 2), ("cpu", 2), ("mixed", 4), ("least", 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tier", "size"),
+    [
+        ("memory", 2),
+        ("disk", 2),
+        ("exclusive", 2),
+        ("cpu", 2),
+        ("mixed", 4),
+        ("least", 4),
+    ],
+)
 def test_offloaded_experts(tiny: Tiny, ranks: Ranks, tier: str, size: int) -> None:
     """Lesson 34, and 15: slots are as many on every rank."""
     model, (slots, in_host, more) = tiny("mixtral"), TIERS[tier]
@@ -167,10 +182,18 @@ LOW_RANK: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "size", "place"),
-    [("qwen", 2, "resident"), ("mixtral", 4, "resident"), ("mixtral", 2, "memory"), ("qwen", 4, "memory"),
-     ("qwen", 2, "disk"), ("private", 2, "disk"), ("private", 4, "resident"), ("mixtral", 2, "spread"),
-     ("qwen", 4, "spread")],
-)  # fmt: skip
+    [
+        ("qwen", 2, "resident"),
+        ("mixtral", 4, "resident"),
+        ("mixtral", 2, "memory"),
+        ("qwen", 4, "memory"),
+        ("qwen", 2, "disk"),
+        ("private", 2, "disk"),
+        ("private", 4, "resident"),
+        ("mixtral", 2, "spread"),
+        ("qwen", 4, "spread"),
+    ],
+)
 def test_low_rank_experts(low_rank: Callable[[str], Path], ranks: Ranks, name: str, size: int, place: str) -> None:
     prompts = random_prompts((1, 2, 16, 33))
     job = {"do": "greedy", "path": str(low_rank(name)), "batches": [prompts, prompts[:1]], "num_tokens": NUM_TOKENS}

@@ -305,15 +305,18 @@ while True:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGALRM, signal.SIGKILL], ids=["ctrl-c", "exception", "killed"])
-def test_a_script_that_ends_in_generate_leaves_nothing(
-    tiny: Callable[[str], TinyModel], sign: signal.Signals
-) -> None:
+def test_a_script_that_ends_in_generate_leaves_nothing(tiny: Callable[[str], TinyModel], sign: signal.Signals) -> None:
     """As at a terminal, Ctrl-C goes to all processes of the group. The script closes nothing itself."""
     command = [sys.executable, "-c", SCRIPT, str(tiny("qwen3-bias-tied").path)]
     script = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     try:
         assert script.stdout is not None
         worker = int(script.stdout.readline())

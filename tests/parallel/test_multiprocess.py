@@ -46,9 +46,14 @@ def test_parameters_of_numpy_all_logprobs_and_a_reset_cache_on_two_ranks(
 ) -> None:
     path = tiny("qwen3-bias-tied").path
     params = SamplingParams(
-        temperature=np.float32(0.5), seed=np.int64(3), max_tokens=np.int32(4), logprobs=-1, ignore_eos=True,
-        stop_token_ids=np.array([5]), logit_bias={np.int64(7): np.float32(1.5)},
-    )  # fmt: skip
+        temperature=np.float32(0.5),
+        seed=np.int64(3),
+        max_tokens=np.int32(4),
+        logprobs=-1,
+        ignore_eos=True,
+        stop_token_ids=np.array([5]),
+        logit_bias={np.int64(7): np.float32(1.5)},
+    )
     for llm in (make_llm(path), make_llm(path, tensor_parallel_size=2)):
         prompt = {"prompt_token_ids": np.arange(10, 50)}
         answers = [llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(2)]

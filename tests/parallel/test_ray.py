@@ -58,9 +58,13 @@ def test_a_cluster_of_its_own_is_started_and_stopped(
 def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     ray.init(
-        address="local", num_cpus=NUM_CPUS, include_dashboard=False, logging_level="warning", log_to_driver=False,
+        address="local",
+        num_cpus=NUM_CPUS,
+        include_dashboard=False,
+        logging_level="warning",
+        log_to_driver=False,
         object_store_memory=80 * 2**20,
-    )  # fmt: skip
+    )
     yield ray
     ray.shutdown()
 
@@ -70,9 +74,12 @@ def all_is_free(ray: Any) -> bool:
 
 
 def test_two_ranks_have_the_tokens_of_one_and_give_all_back(
-    cluster: Any, make_ray: MakeRay, make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel],
+    cluster: Any,
+    make_ray: MakeRay,
+    make_llm: Callable[..., LLM],
+    tiny: Callable[[str], TinyModel],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     alone = make_llm(tiny(MODEL).path)
     llm = make_ray(tensor_parallel_size=2)
     assert tokens(llm, GREEDY) == tokens(alone, GREEDY)

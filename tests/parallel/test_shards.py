@@ -19,9 +19,15 @@ from tests.tiny_models import TinyModel
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("llama-mqa-bias", 4), ("llama-sharded", 2), ("qwen2", 2), ("qwen3-bias-tied", 2), ("mixtral", 2),
-     ("qwen3-moe-renormalised", 4)],
-)  # fmt: skip
+    [
+        ("llama-mqa-bias", 4),
+        ("llama-sharded", 2),
+        ("qwen2", 2),
+        ("qwen3-bias-tied", 2),
+        ("mixtral", 2),
+        ("qwen3-moe-renormalised", 4),
+    ],
+)
 def test_logits_of_several_ranks_are_those_of_one(
     tiny: Callable[[str], TinyModel], ranks: Callable[[int], RankGroup], name: str, size: int
 ) -> None:
@@ -87,6 +93,9 @@ def test_experts_are_cut_by_all_ranks_or_spread_over_groups_of_them() -> None:
 
 def test_odd_vocabularies_are_padded() -> None:
     assert [Parallel(rank, 4).shard_vocab(10) for rank in range(4)] == [
-        Shard(0, 0, 3, 10), Shard(0, 3, 3, 10), Shard(0, 6, 3, 10), Shard(0, 9, 1, 10)
-    ]  # fmt: skip
+        Shard(0, 0, 3, 10),
+        Shard(0, 3, 3, 10),
+        Shard(0, 6, 3, 10),
+        Shard(0, 9, 1, 10),
+    ]
     assert [Parallel(rank, 4).shard_vocab(5).length for rank in range(4)] == [2, 2, 1, 0]

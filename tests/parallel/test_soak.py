@@ -1,6 +1,6 @@
 """Engines made and closed again and again leave nothing behind: no file, thread, process or memory.
 
-    NANOVLLM_SOAK_CYCLES=200 python -m pytest -s tests/parallel/test_soak.py        # the long way, some minutes
+NANOVLLM_SOAK_CYCLES=200 python -m pytest -s tests/parallel/test_soak.py        # the long way, some minutes
 """
 
 from __future__ import annotations

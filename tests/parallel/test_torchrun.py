@@ -32,9 +32,13 @@ def run_script(model: Path, what: str, size: int = 2) -> list[dict]:
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # any free port
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(SCRIPT), str(model), str(size), what], capture_output=True, text=True, env=env, timeout=150,
+        [*command, str(SCRIPT), str(model), str(size), what],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=150,
         check=False,
-    )  # fmt: skip
+    )
     found = sorted(found_in(done.stdout), key=lambda one: one["rank"])
     assert len(found) == size, done.stdout + done.stderr
     return found
@@ -106,9 +110,7 @@ def test_what_torchrun_says() -> None:
     assert Place.of({**said, "RANK": ""}) is None
 
 
-def test_another_number_of_ranks_is_refused(
-    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_number_of_ranks_is_refused(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
     for name, value in said.items():
         monkeypatch.setenv(name, value)

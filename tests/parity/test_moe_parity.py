@@ -116,9 +116,14 @@ def test_every_variant_takes_the_path_it_is_for(tiny: Tiny) -> None:
             layers = llm.engine.executor.runner.model.layers
             sparse[name] = "".join("01"[hasattr(layer.mlp, "experts")] for layer in layers)
     assert sparse == {
-        "mixtral": "11", "mixtral-top1": "11", "mixtral-window-sharded": "11", "qwen3-moe": "11",
-        "qwen3-moe-renormalised": "11", "qwen3-moe-dense-layers": "101", "qwen3-moe-every-second": "0101",
-    }  # fmt: skip
+        "mixtral": "11",
+        "mixtral-top1": "11",
+        "mixtral-window-sharded": "11",
+        "qwen3-moe": "11",
+        "qwen3-moe-renormalised": "11",
+        "qwen3-moe-dense-layers": "101",
+        "qwen3-moe-every-second": "0101",
+    }
 
 
 # ---- trained weights -------------------------------------------------------------------------------------------------
@@ -156,9 +161,13 @@ def test_trained_mixtral_writes_the_same_text(make_trained: Callable[..., LLM], 
     for output in outputs:
         ids = torch.tensor([output.prompt_token_ids])
         wanted = trained.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, min_new_tokens=32, do_sample=False,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=32,
+            min_new_tokens=32,
+            do_sample=False,
             pad_token_id=0,
-        )[0, ids.shape[1] :].tolist()  # fmt: skip
+        )[0, ids.shape[1] :].tolist()
         assert output["token_ids"] == wanted
         assert output["text"] == tokenizer.decode(wanted)
 
@@ -190,9 +199,7 @@ def test_trained_mixtral_has_the_same_perplexity(make_trained: Callable[..., LLM
     windows = held_out_windows(NUM_WINDOWS)
     with make_trained(dtype="float32") as llm:
         ours = perplexity(llm, windows)
-    scores = torch.cat([
-        hf_logprobs(trained, ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None]) for ids in windows
-    ])  # fmt: skip
+    scores = torch.cat([hf_logprobs(trained, ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None]) for ids in windows])
     theirs = math.exp(-scores.double().mean().item())
     assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-3)
     assert theirs == pytest.approx(69.9, abs=0.1)  # as the folder's README says

@@ -41,8 +41,15 @@ def greedy(**changes: Any) -> SamplingParams:
 
 
 def engine(path: Path, **options: Any) -> LLM:
-    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": MAX_POSITION, "max_num_seqs": 16,
-                "max_num_batched_tokens": 512, "num_kvcache_blocks": 128, "kvcache_block_size": BLOCK}  # fmt: skip
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_model_len": MAX_POSITION,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "num_kvcache_blocks": 128,
+        "kvcache_block_size": BLOCK,
+    }
     return LLM(str(path), **{**defaults, **options})
 
 
@@ -176,8 +183,14 @@ def old_style(config: dict[str, Any]) -> dict[str, Any]:
     rope = dict(config["rope_parameters"])
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
     scaling = None if kind == "default" else {"type": kind, **rope}
-    return {"rope_parameters": ..., "layer_types": ..., "dtype": ..., "torch_dtype": config["dtype"],
-            "rope_theta": theta, "rope_scaling": scaling}  # fmt: skip
+    return {
+        "rope_parameters": ...,
+        "layer_types": ...,
+        "dtype": ...,
+        "torch_dtype": config["dtype"],
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
 
 
 @every_family
@@ -203,9 +216,7 @@ def test_config_of_transformers_4(tiny: Tiny, name: str, tmp_path: Path) -> None
         ("qwen3", {"rms_norm_eps": 0.3}),
     ],
 )
-def test_what_the_config_says_is_not_ignored(
-    tiny: Tiny, name: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_the_config_says_is_not_ignored(tiny: Tiny, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Lesson 16, and the proof that the tests above can fail: another config gives another text."""
     model = tiny(name)
     folder = Path(shutil.copytree(model.path, tmp_path / "changed"))

@@ -20,23 +20,34 @@ from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
 ids = st.integers(0, 2**40)
 few = st.lists(ids, max_size=5).map(tuple)
-params = st.sampled_from([
-    SamplingParams(), SamplingParams(temperature=0, stop=["a", "\u00e9"], logit_bias={5: -1.5}, seed=2**63),
-    SamplingParams(top_p=0.3, n=2, logprobs=3, bad_words=["x"], stop_token_ids=[1, 2]),
-])  # fmt: skip
+params = st.sampled_from(
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0, stop=["a", "\u00e9"], logit_bias={5: -1.5}, seed=2**63),
+        SamplingParams(top_p=0.3, n=2, logprobs=3, bad_words=["x"], stop_token_ids=[1, 2]),
+    ]
+)
 fed = st.one_of(st.just((1, True)), st.tuples(st.integers(1, 9000), st.booleans()))  # decodes, and anything
 entries = st.builds(
     lambda seq_id, start, fed, first, blocks: PlanEntry(seq_id, start, fed[0], first if blocks else 0, blocks, fed[1]),
-    ids, ids, fed, ids, few,
-)  # fmt: skip
+    ids,
+    ids,
+    fed,
+    ids,
+    few,
+)
 decodes = st.builds(PlanEntry, ids, ids, st.just(1), st.just(0), st.just(()), st.just(True))
 arrivals = st.builds(
     Arrival, ids, few, st.integers(0, 99), params, st.integers(0, 2**64 - 1), few, st.lists(few, max_size=3).map(tuple)
 )
 plans = st.builds(
-    StepPlan, ids, st.lists(st.one_of(entries, decodes), max_size=6).map(tuple),
-    st.lists(arrivals, max_size=3).map(tuple), few, st.integers(1, 64),
-)  # fmt: skip
+    StepPlan,
+    ids,
+    st.lists(st.one_of(entries, decodes), max_size=6).map(tuple),
+    st.lists(arrivals, max_size=3).map(tuple),
+    few,
+    st.integers(1, 64),
+)
 
 
 @settings(max_examples=300, deadline=None)

@@ -20,9 +20,14 @@ from tests.tiny_models import TinyModel
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_device_path.py"
 
 OPTIONS: dict[str, Any] = {
-    "device": "cpu", "max_num_seqs": 5, "max_num_batched_tokens": 12, "num_kvcache_blocks": 7, "kvcache_block_size": 16,
-    "max_model_len": 128, "decode_steps": 3,
-}  # fmt: skip
+    "device": "cpu",
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 12,
+    "num_kvcache_blocks": 7,
+    "kvcache_block_size": 16,
+    "max_model_len": 128,
+    "decode_steps": 3,
+}
 
 
 def replayed(function: Callable[[], None], trial: bool = True) -> Callable[[], None]:

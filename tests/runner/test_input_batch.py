@@ -81,10 +81,16 @@ def test_padding_of_a_mixed_step_touches_nothing() -> None:
     """Padded tokens store nowhere, padded entries own no tokens, padded samples go to the spare row."""
     int64, int32 = np.int64, np.int32
     inputs = StepInputs(
-        np.array([4, -1, 6], int64), np.array([0, 1, 0], int64), np.array([0, 8, 1], int64), np.array([3, 9, 4], int64),
-        np.array([0, 1, 3], int32), np.array([9, 2], int32), np.array([[5, 6], [7, 0]], int32),
-        np.array([0, 2], int64), np.array([1, 0], int32),
-    )  # fmt: skip
+        np.array([4, -1, 6], int64),
+        np.array([0, 1, 0], int64),
+        np.array([0, 8, 1], int64),
+        np.array([3, 9, 4], int64),
+        np.array([0, 1, 3], int32),
+        np.array([9, 2], int32),
+        np.array([[5, 6], [7, 0]], int32),
+        np.array([0, 2], int64),
+        np.array([1, 0], int32),
+    )
     padded = inputs.padded(num_tokens=8, num_entries=MAX_ENTRIES, num_blocks=3, spare_row=4)
     tokens, _, _, slots, starts, lens, tables, logit_rows, rows = padded
     assert tokens.tolist() == [4, -1, 6, 0, 0, 0, 0, 0]

@@ -333,8 +333,9 @@ def test_distribution(name):
 def test_every_part_of_a_large_vocabulary_is_reached():
     vocab, num = 50_001, 600
     for params in ({}, {"top_p": 0.999}):
-        ids = np.concatenate([many(np.zeros(vocab), [row(i, **params) for i in range(s, s + 60)])
-                              for s in range(0, num, 60)])  # fmt: skip
+        ids = np.concatenate(
+            [many(np.zeros(vocab), [row(i, **params) for i in range(s, s + 60)]) for s in range(0, num, 60)]
+        )
         assert stats.kstest(ids / vocab, "uniform").pvalue > 1e-4
 
 

@@ -78,16 +78,25 @@ NESTED = {
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
-        (CATS_AND_DOGS, [{"pet": {"kind": "cat", "lives": 9}}, {"pet": {"kind": "wolf", "name": "x"}}],
-         [{"pet": {"kind": "cat"}}, {"pet": {"kind": "cow"}}, {"pet": 5}, {"pet": {"kind": "dog", "name": 5}}]),
-        (TREE, [SMALL, {"kind": "node", "left": SMALL}],
-         [{"kind": "node", "left": {"kind": "node"}}, {"kind": "node", "left": {"kind": "twig"}}]),
+        (
+            CATS_AND_DOGS,
+            [{"pet": {"kind": "cat", "lives": 9}}, {"pet": {"kind": "wolf", "name": "x"}}],
+            [{"pet": {"kind": "cat"}}, {"pet": {"kind": "cow"}}, {"pet": 5}, {"pet": {"kind": "dog", "name": 5}}],
+        ),
+        (
+            TREE,
+            [SMALL, {"kind": "node", "left": SMALL}],
+            [{"kind": "node", "left": {"kind": "node"}}, {"kind": "node", "left": {"kind": "twig"}}],
+        ),
         (NESTED, [{"family": "bird"}, {"family": "cat", "colour": "black"}], [{"family": "cat"}, {"family": "dog"}]),
-        ({"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"enum": [2, 3]}}}]},
-         [{"a": 1}, {"a": 3}], [{"a": 4}]),
+        (
+            {"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"enum": [2, 3]}}}]},
+            [{"a": 1}, {"a": 3}],
+            [{"a": 4}],
+        ),
     ],
     ids=["defaults", "recursive", "union of unions", "inline"],
-)  # fmt: skip
+)
 def test_a_discriminated_union_can_be_written(schema: Any, good: list[Any], bad: list[Any]) -> None:
     made = without_unions(json.dumps(schema))
     for value in good:

@@ -20,12 +20,15 @@ pytest.importorskip("llguidance")
 llguidance_numpy = pytest.importorskip("llguidance.numpy")
 
 SCHEMA = {
-    "type": "object", "required": ["name", "age", "tags"], "additionalProperties": False,
+    "type": "object",
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
     "properties": {
-        "name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 2},
     },
-}  # fmt: skip
+}
 
 
 def texts(llm: LLM, wanted: Any, n: int = 6, **options: Any) -> list[str]:
@@ -37,7 +40,7 @@ def texts(llm: LLM, wanted: Any, n: int = 6, **options: Any) -> list[str]:
 
 
 def test_choice(llm: LLM) -> None:
-    choices = ["red", "green", "gr\u00fcn \"quoted\" \\ \n", "雨"]
+    choices = ["red", "green", 'gr\u00fcn "quoted" \\ \n', "雨"]
     found = texts(llm, {"choice": choices}, n=12, temperature=50.0)
     assert len(found) == 12
     assert set(found) <= set(choices)
@@ -110,22 +113,31 @@ def test_wrong_specifications(wanted: Any) -> None:
 
 @pytest.mark.parametrize(
     "wanted",
-    [{"regex": "("}, {"grammar": "nonsense!"}, {"json": "{"}, {"json": {"type": 5}}, {"grammar": "start: missing"},
-     {"json": {"$ref": "http://127.0.0.1:9/s"}}, {"json": '{"items":' * 300 + "{}" + "}" * 300}],
+    [
+        {"regex": "("},
+        {"grammar": "nonsense!"},
+        {"json": "{"},
+        {"json": {"type": 5}},
+        {"grammar": "start: missing"},
+        {"json": {"$ref": "http://127.0.0.1:9/s"}},
+        {"json": '{"items":' * 300 + "{}" + "}" * 300},
+    ],
     ids=lambda x: str(x)[:40],
-)  # fmt: skip
+)
 def test_what_cannot_be_compiled_is_refused(llm: LLM, wanted: Any) -> None:
     with pytest.raises(RequestError, match="structured_outputs"):
         llm.generate(["a"], SamplingParams(structured_outputs=wanted), use_tqdm=False)
 
 
 NASTY = [
-    {"regex": "(a{1,1000}){1,1000}"}, {"regex": "(.*a.{1,500}){50}"},
+    {"regex": "(a{1,1000}){1,1000}"},
+    {"regex": "(.*a.{1,500}){50}"},
     {"regex": "|".join(f"{i:040}" for i in range(2000))},
     {"json": {"properties": {f"p{i}": {"type": "string", "pattern": "^.*a.{12}b$"} for i in range(800)}}},
     {"grammar": "start: A\nA: " + " & ".join(f"/.*{c}.{{{k}}}.*/" for k, c in enumerate("abcdefghijklmn", 5))},
-    {"grammar": 'start: x\nx: x x | "a" | ""'}, {"choice": ["x" * 1000] * 90},
-]  # fmt: skip
+    {"grammar": 'start: x\nx: x x | "a" | ""'},
+    {"choice": ["x" * 1000] * 90},
+]
 
 
 @pytest.mark.parametrize("wanted", NASTY, ids=lambda x: str(x)[:40])
@@ -219,9 +231,16 @@ def test_a_complete_text_ends_with_stop(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("regex", "yes", "no"),
-    [(r"\d", "7", "٣"), (r"\w", "a", "é"), (r"[\d.]", ".", "٣"), (r"\S\D\W", "xxé", "xxx"), (r"\s", "\t", "\u3000"),
-     (r"\\d", "\\d", "\\7"), (r"a/b", "a/b", "ab")],
-)  # fmt: skip
+    [
+        (r"\d", "7", "٣"),
+        (r"\w", "a", "é"),
+        (r"[\d.]", ".", "٣"),
+        (r"\S\D\W", "xxé", "xxx"),
+        (r"\s", "\t", "\u3000"),
+        (r"\\d", "\\d", "\\7"),
+        (r"a/b", "a/b", "ab"),
+    ],
+)
 def test_classes_of_a_regex_are_ascii(llm: LLM, regex: str, yes: str, no: str) -> None:
     grammar = llm.llm_engine.grammars.compiled(SamplingParams(structured_outputs={"regex": regex})).structured_outputs
     for text, fits in ((yes, True), (no, False)):
@@ -243,8 +262,12 @@ def test_unique_items(llm: LLM) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": False}
     for text in texts(llm, {"json": schema}, max_tokens=100):
         assert set(json.loads(text)) <= {1, 2}
-    named = {"type": "object", "properties": {"uniqueItems": {"const": False}}, "required": ["uniqueItems"],
-             "additionalProperties": False}  # fmt: skip
+    named = {
+        "type": "object",
+        "properties": {"uniqueItems": {"const": False}},
+        "required": ["uniqueItems"],
+        "additionalProperties": False,
+    }
     for text in texts(llm, {"json": named}, max_tokens=150):
         assert json.loads(text) == {"uniqueItems": False}
     with pytest.raises(RequestError, match="uniqueItems"):

@@ -14,9 +14,15 @@ from tests.simulation.simulator import Request, Setup, Simulation
 
 def make_seq(seq_id: int, num_prompt: int = 1, priority: int = 0, queued_step: int = 0) -> Sequence:
     return Sequence(
-        seq_id, [1] * num_prompt, num_prompt, StopRule(1), SamplingParams(),
-        arrival=seq_id, priority=priority, queued_step=queued_step,
-    )  # fmt: skip
+        seq_id,
+        [1] * num_prompt,
+        num_prompt,
+        StopRule(1),
+        SamplingParams(),
+        arrival=seq_id,
+        priority=priority,
+        queued_step=queued_step,
+    )
 
 
 def drain(queue: WaitingQueue, step: int = 0) -> list[int]:

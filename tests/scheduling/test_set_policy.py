@@ -49,9 +49,7 @@ def add(scheduler: Scheduler, *num_prompts: int) -> list[Sequence]:
     return seqs
 
 
-@pytest.mark.parametrize(
-    ("name", "order"), [("fcfs", [0, 1, 2, 3]), ("sjf", [2, 1, 3, 0]), ("priority", [3, 2, 1, 0])]
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "order"), [("fcfs", [0, 1, 2, 3]), ("sjf", [2, 1, 3, 0]), ("priority", [3, 2, 1, 0])])
 def test_the_line_is_sorted_anew(name: str, order: list[int]) -> None:
     scheduler = Setup(num_blocks=20).scheduler()
     add(scheduler, 9, 5, 3, 7)

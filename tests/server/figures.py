@@ -112,19 +112,28 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
                 rounds.append({"offline": offline, "http": http, "share": http / offline})
                 health += times
     return {
-        "clients": asked.clients, "input_len": asked.input_len, "output_len": asked.output_len, "rounds": rounds,
+        "clients": asked.clients,
+        "input_len": asked.input_len,
+        "output_len": asked.output_len,
+        "rounds": rounds,
         "offline_tokens_per_second": statistics.median(one["offline"] for one in rounds),
         "http_tokens_per_second": statistics.median(one["http"] for one in rounds),
         "share": statistics.median(one["share"] for one in rounds),
         "health_first_byte_seconds": {**report.summary(health), "count": len(health)},
-    }  # fmt: skip
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    for name, default in (("clients", 16), ("input-len", 32), ("output-len", 64), ("rounds", 5), ("seed", 0),
-                          ("max-model-len", 512)):  # fmt: skip
+    for name, default in (
+        ("clients", 16),
+        ("input-len", 32),
+        ("output-len", 64),
+        ("rounds", 5),
+        ("seed", 0),
+        ("max-model-len", 512),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args(arguments)
@@ -132,8 +141,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [[i + 1, one["offline"], one["http"], f"{one['share']:.1%}"] for i, one in enumerate(found["rounds"])]
     report.print_table(f"{asked.clients} clients, tokens a second", ["round", "offline", "HTTP", "share"], rows)
     times = found["health_first_byte_seconds"]
-    print(f"HTTP keeps {found['share']:.1%} of the offline throughput; first byte of /health under this load: "
-          f"p50 {times['p50'] * 1000:.1f} ms, p99 {times['p99'] * 1000:.1f} ms of {times['count']}")  # fmt: skip
+    print(
+        f"HTTP keeps {found['share']:.1%} of the offline throughput; first byte of /health under this load: "
+        f"p50 {times['p50'] * 1000:.1f} ms, p99 {times['p99'] * 1000:.1f} ms of {times['count']}"
+    )
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     written = report.make_report("serve-figures", None, model=asked.model, results=found)
     asked.out.write_text(json.dumps(written, indent=1) + "\n")

@@ -55,9 +55,11 @@ class Running:
     def is_empty(self) -> bool:
         engine = self.engine
         return (
-            not engine.has_unfinished_requests() and engine.scheduler.blocks.num_used == 0
-            and self.service.num_admitted == 0 and not self.service.engine._streams
-        )  # fmt: skip
+            not engine.has_unfinished_requests()
+            and engine.scheduler.blocks.num_used == 0
+            and self.service.num_admitted == 0
+            and not self.service.engine._streams
+        )
 
 
 @contextlib.contextmanager
@@ -128,9 +130,20 @@ def answers_of_a_stalled_client(model: Any, path: str, body: dict[str, Any]) -> 
                     await asyncio.sleep(0.01)
 
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-                 "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": "",
-                 "asgi": {"version": "3.0"}, "client": None, "server": None}  # fmt: skip
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": headers,
+            "http_version": "1.1",
+            "scheme": "http",
+            "root_path": "",
+            "asgi": {"version": "3.0"},
+            "client": None,
+            "server": None,
+        }
         await asyncio.wait_for(make_app(service)(scope, receive, send), 100)
         return sent
 

@@ -31,9 +31,11 @@ RESULT = Path("benchmarks/results/2026-11-15-cpu-serve-soak.json")
 WORDS = ["the", "rain", "in", "a", "town", "on", "river", "and", "men", "of", "land", "sing", "all", "day", "long"]
 ASK = [{"role": "user", "content": "a"}]
 SCHEMA = {
-    "type": "object", "properties": {"town": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2, 3]}},
-    "required": ["town", "days"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"town": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["town", "days"],
+    "additionalProperties": False,
+}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("weather", "trains")]
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature"),
@@ -46,7 +48,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": ASK, "chat_template": "{{ 1 }}"}, "chat_template"),
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [10**9]}, "tokens"),
-]  # fmt: skip
+]
 
 
 # A small cache: its memory becomes resident as blocks are used for the first time, which a large one does for an hour
@@ -68,10 +70,16 @@ class Soak:
         self.errors: Counter[str] = Counter()
         self.health: list[float] = []
         self.actions: dict[str, tuple[int, Callable[[httpx.AsyncClient], Awaitable[None]]]] = {
-            "completion": (3, self.completion), "chat": (3, self.chat), "stream": (5, self.stream),
-            "leave": (4, self.leave), "bad body": (3, self.bad_body), "structure": (2, self.structure),
-            "tools": (2, self.tools), "tokens": (2, self.tokens), "facts": (2, self.facts),
-        }  # fmt: skip
+            "completion": (3, self.completion),
+            "chat": (3, self.chat),
+            "stream": (5, self.stream),
+            "leave": (4, self.leave),
+            "bad body": (3, self.bad_body),
+            "structure": (2, self.structure),
+            "tools": (2, self.tools),
+            "tokens": (2, self.tokens),
+            "facts": (2, self.facts),
+        }
 
     # ---- the things a client does ------------------------------------------------------------------------------
 
@@ -84,8 +92,16 @@ class Soak:
     def sampling(self) -> dict[str, Any]:
         rng = self.rng
         found: dict[str, Any] = {"max_tokens": rng.randint(1, 32), "temperature": rng.choice([0, 0.7, 1.3])}
-        for name, value in (("n", 2), ("seed", 5), ("top_k", 5), ("top_p", 0.8), ("presence_penalty", 1.0),
-                            ("stop", ["a b", "\n\n"]), ("logit_bias", {"5": 2.0}), ("cache_salt", "x")):  # fmt: skip
+        for name, value in (
+            ("n", 2),
+            ("seed", 5),
+            ("top_k", 5),
+            ("top_p", 0.8),
+            ("presence_penalty", 1.0),
+            ("stop", ["a b", "\n\n"]),
+            ("logit_bias", {"5": 2.0}),
+            ("cache_salt", "x"),
+        ):
             if rng.random() < 0.2:
                 found[name] = value
         return found
@@ -157,8 +173,13 @@ class Soak:
 
     async def tools(self, client: httpx.AsyncClient) -> None:
         choice = self.rng.choice(["required", {"type": "function", "function": {"name": "trains"}}])
-        body = {"messages": self.messages(), "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False,
-                "max_tokens": 80}  # fmt: skip
+        body = {
+            "messages": self.messages(),
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "max_tokens": 80,
+        }
         [found] = (await self.post(client, "/v1/chat/completions", body))["choices"]
         if found["finish_reason"] == "length":
             return
@@ -248,14 +269,20 @@ def soak(model: str, minutes: float, clients: int, seed: int) -> dict[str, Any]:
         code = process.wait(90)
     warm = memory[len(memory) // 3 :]  # by then every kind of request has been there
     return {
-        "minutes": minutes, "clients": clients, "requests": dict(work.done), "num_requests": sum(work.done.values()),
-        "refused_429": work.refused, "num_errors": sum(work.errors.values()),
+        "minutes": minutes,
+        "clients": clients,
+        "requests": dict(work.done),
+        "num_requests": sum(work.done.values()),
+        "refused_429": work.refused,
+        "num_errors": sum(work.errors.values()),
         "errors": dict(work.errors.most_common(20)),
-        "held_at_the_end": held, "leaked": any(held.values()), "exit_code": code,
+        "held_at_the_end": held,
+        "leaked": any(held.values()),
+        "exit_code": code,
         "health_seconds": report.summary(work.health) if work.health else None,
         "memory_samples_mb": [round(value) for value in memory[:: max(1, len(memory) // 60)]],
         "memory_mb": {"at_a_third": warm[0], "at_the_end": warm[-1], "growth": warm[-1] - warm[0], "peak": max(memory)},
-    }  # fmt: skip
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -270,8 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [[name, count] for name, count in found["requests"].items()]
     report.print_table(f"{found['num_requests']} requests in {asked.minutes:g} minutes", ["", "answered"], rows)
     memory = found["memory_mb"]
-    print(f"{found['num_errors']} errors, {found['refused_429']} refused; leaked: {found['leaked']}; "
-          f"memory {memory['at_a_third']:.0f} -> {memory['at_the_end']:.0f} MB; exit code {found['exit_code']}")
+    print(
+        f"{found['num_errors']} errors, {found['refused_429']} refused; leaked: {found['leaked']}; "
+        f"memory {memory['at_a_third']:.0f} -> {memory['at_the_end']:.0f} MB; exit code {found['exit_code']}"
+    )
     for error, count in found["errors"].items():
         print(f"  {count} x {error}")
     asked.out.parent.mkdir(parents=True, exist_ok=True)

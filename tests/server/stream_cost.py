@@ -117,8 +117,11 @@ def main() -> None:
             micros = sorted(1e6 * seconds for seconds, _ in rounds[1:])
             events = statistics.median(events for _, events in rounds[1:])
             spread = f"{micros[0]:.1f} to {micros[-1]:.1f}"
-            print(f"{num_clients:4} clients, {name:<9} {statistics.median(micros):6.1f} us a token ({spread}), "
-                  f"{events:.2f} events a token", flush=True)  # fmt: skip
+            print(
+                f"{num_clients:4} clients, {name:<9} {statistics.median(micros):6.1f} us a token ({spread}), "
+                f"{events:.2f} events a token",
+                flush=True,
+            )
     for child in children.values():
         child.close()
 

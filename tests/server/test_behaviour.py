@@ -133,9 +133,12 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 @pytest.mark.parametrize(
     ("part", "path", "body"),
-    [("inputs.render_chat", "/v1/chat/completions", CHAT), ("inputs.encode", "/tokenize", {"prompt": "a"}),
-     ("grammars.compiled", "/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}})],
-)  # fmt: skip
+    [
+        ("inputs.render_chat", "/v1/chat/completions", CHAT),
+        ("inputs.encode", "/tokenize", {"prompt": "a"}),
+        ("grammars.compiled", "/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}),
+    ],
+)
 def test_slow_encoding_is_cut_off_and_does_not_hold_up_others(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch, part: str, path: str, body: dict[str, Any]
 ) -> None:
@@ -224,11 +227,19 @@ def test_a_poisoned_request_hurts_nobody(server: Running) -> None:
     good = {**LONG, "max_tokens": 40}
     alone = server.post("/v1/completions", good).json()["choices"][0]["text"]
     bad: list[dict[str, Any]] = [
-        {"prompt": [5] * 159}, {"prompt": [5] * 10_000}, {"prompt": []}, {"n": 16, "best_of": 3},
-        {"temperature": 1e-300}, {"logit_bias": {str(i): -100 for i in range(300)}}, {"allowed_token_ids": [0]},
+        {"prompt": [5] * 159},
+        {"prompt": [5] * 10_000},
+        {"prompt": []},
+        {"n": 16, "best_of": 3},
+        {"temperature": 1e-300},
+        {"logit_bias": {str(i): -100 for i in range(300)}},
+        {"allowed_token_ids": [0]},
         {"logprobs": 20, "n": 16},
-        {"stop": ["\x00"]}, {"temperature": 100, "top_k": 1}, {"prompt": "\x00" * 100}, {"repetition_penalty": 1e-9},
-    ]  # fmt: skip
+        {"stop": ["\x00"]},
+        {"temperature": 100, "top_k": 1},
+        {"prompt": "\x00" * 100},
+        {"repetition_penalty": 1e-9},
+    ]
     with ThreadPoolExecutor(12) as pool:
         goods = [pool.submit(server.post, "/v1/completions", good) for _ in range(6)]
         bads = [pool.submit(server.post, "/v1/completions", {"prompt": "the", "max_tokens": 8, **b}) for b in bad]
@@ -376,9 +387,11 @@ def test_two_servers_in_one_process(llama: TinyModel) -> None:
 def start_process(model: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "nanovllm", "serve", "--model", str(model), "--device", "cpu", "--port", "0"]
     process = subprocess.Popen(
-        [*command, "--num-kvcache-blocks", "64", *options], stderr=subprocess.PIPE, text=True,
+        [*command, "--num-kvcache-blocks", "64", *options],
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert process.stderr
     for line in process.stderr:
         if " at http://127.0.0.1:" in line:

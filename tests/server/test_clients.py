@@ -19,8 +19,12 @@ from tests.server.test_tools import ASK, WEATHER, make_model
 
 pytest.importorskip("llguidance")
 
-SCHEMA = {"type": "object", "properties": {"town": {"enum": ["Oslo", "Rome"]}}, "required": ["town"],
-          "additionalProperties": False}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Oslo", "Rome"]}},
+    "required": ["town"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +45,41 @@ def short_json(server: Running) -> dict[str, int]:
 # ---- bodies ----------------------------------------------------------------------------------------------------------
 
 ABOUT: dict[str, Any] = {
-    "store": True, "metadata": {"a": "b"}, "user": "me", "verbosity": "low", "reasoning_effort": "high",
-    "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex",
+    "store": True,
+    "metadata": {"a": "b"},
+    "user": "me",
+    "verbosity": "low",
+    "reasoning_effort": "high",
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "service_tier": "flex",
     "prediction": {"type": "content", "content": "x"},
-}  # fmt: skip
+}
 CALLED = {
-    "id": "abcdefgh1", "index": 0, "type": "function",
+    "id": "abcdefgh1",
+    "index": 0,
+    "type": "function",
     "function": {"name": "weather", "arguments": "", "parsed_arguments": {}, "provider_specific_fields": {}},
-}  # fmt: skip
+}
 HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]},
     {"role": "user", "content": "rain?", "id": "msg_1", "cache_control": {"type": "ephemeral"}},
-    {"role": "assistant", "content": None, "tool_calls": [CALLED], "annotations": [], "refusal": None,
-     "reasoning_content": "hm", "provider_specific_fields": {"refusal": None}, "function_call": None, "audio": None,
-     "parsed": None},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [CALLED],
+        "annotations": [],
+        "refusal": None,
+        "reasoning_content": "hm",
+        "provider_specific_fields": {"refusal": None},
+        "function_call": None,
+        "audio": None,
+        "parsed": None,
+    },
     {"role": "tool", "tool_call_id": "abcdefgh1", "content": "wet", "name": "weather"},
     {"role": "assistant", "refusal": "no", "content": None},
     {"role": "user", "content": "and now?"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -127,11 +148,17 @@ def test_litellms_tool_loop(server: Running, monkeypatch: pytest.MonkeyPatch) ->
     litellm = pytest.importorskip("litellm")
     for provider in ("openai", "hosted_vllm"):
         settings: dict[str, Any] = {
-            "model": f"{provider}/{server.model}", "api_base": f"{server.url}/v1", "api_key": "none",
+            "model": f"{provider}/{server.model}",
+            "api_base": f"{server.url}/v1",
+            "api_key": "none",
             "tools": [copy.deepcopy(WEATHER)],  # litellm takes keys out of it
-            "max_tokens": 200, "seed": 3, "metadata": {"a": "b"}, "user": "me", "parallel_tool_calls": False,
+            "max_tokens": 200,
+            "seed": 3,
+            "metadata": {"a": "b"},
+            "user": "me",
+            "parallel_tool_calls": False,
             "logit_bias": short_json(server),
-        }  # fmt: skip
+        }
         messages: list[Any] = list(ASK)
         message = litellm.completion(messages=messages, tool_choice="required", **settings).choices[0].message
         assert message.tool_calls
@@ -155,18 +182,26 @@ def test_instructors_modes(server: Running) -> None:
         for mode in ("JSON_SCHEMA", "TOOLS", "TOOLS_STRICT"):
             made = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
             found = made.chat.completions.create(
-                model=server.model, messages=list(ASK), response_model=Place, max_tokens=300, max_retries=1,
+                model=server.model,
+                messages=list(ASK),
+                response_model=Place,
+                max_tokens=300,
+                max_retries=1,
                 logit_bias=short_json(server),
-            )  # fmt: skip
+            )
             assert found.town in ("Oslo", "Rome")
         # any object at all: the bias makes it {}
         Maybe = pydantic.create_model("Maybe", town=(str, "Bern"))
         for mode in ("JSON", "JSON_SCHEMA"):
             made = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
             found = made.chat.completions.create(
-                model=server.model, messages=list(ASK), response_model=Maybe, max_tokens=40, max_retries=1,
+                model=server.model,
+                messages=list(ASK),
+                response_model=Maybe,
+                max_tokens=40,
+                max_retries=1,
                 logit_bias=short_json(server),
-            )  # fmt: skip
+            )
             assert found.town == "Bern"
 
 
@@ -184,9 +219,14 @@ def test_the_agents_sdk(server: Running) -> None:
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     model = agents.OpenAIChatCompletionsModel(model=server.model, openai_client=client)
     settings = agents.ModelSettings(
-        tool_choice="required", max_tokens=300, parallel_tool_calls=False, store=True, metadata={"a": "b"},
-        verbosity="low", extra_args={"prompt_cache_key": "k", "logit_bias": short_json(server)},
-    )  # fmt: skip
+        tool_choice="required",
+        max_tokens=300,
+        parallel_tool_calls=False,
+        store=True,
+        metadata={"a": "b"},
+        verbosity="low",
+        extra_args={"prompt_cache_key": "k", "logit_bias": short_json(server)},
+    )
     agent = agents.Agent(name="teller", instructions="Be short.", model=model, tools=[clock], model_settings=settings)
     found = agents.Runner.run_sync(agent, "What time is it?", max_turns=3)
     kinds = [item.type for item in found.new_items]
@@ -210,12 +250,23 @@ def test_bodies_of_the_agents_sdk_and_instructor(server: Running) -> None:
 @pytest.mark.parametrize("form", ["mistral", "llama"])
 def test_a_format_beside_tools_in_forms_without_tags(tmp_path: Path, form: str) -> None:
     """The answer may look like a call of that form: only the opener makes it one."""
-    looks = {"properties": {"name": {"const": "weather"}, "arguments": {"const": {"town": "Oslo", "days": 1}},
-                            "parameters": {"const": {"town": "Oslo", "days": 1}}},
-             "required": ["name", "arguments", "parameters"], "additionalProperties": False}  # fmt: skip
+    looks = {
+        "properties": {
+            "name": {"const": "weather"},
+            "arguments": {"const": {"town": "Oslo", "days": 1}},
+            "parameters": {"const": {"town": "Oslo", "days": 1}},
+        },
+        "required": ["name", "arguments", "parameters"],
+        "additionalProperties": False,
+    }
     schema = {"name": "x", "schema": {"type": "object", **looks}}
-    body = {"messages": ASK, "tools": [WEATHER], "max_tokens": 300, "parallel_tool_calls": False,
-            "response_format": {"type": "json_schema", "json_schema": schema}}  # fmt: skip
+    body = {
+        "messages": ASK,
+        "tools": [WEATHER],
+        "max_tokens": 300,
+        "parallel_tool_calls": False,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
     with running(make_model(tmp_path, False), {"num_kvcache_blocks": 600}, tool_call_parser=form) as server:
         opener = str(server.engine.tokenizer.encode(FORMS[form].opener, add_special_tokens=False)[0])
         for calls, bias in ((False, -100), (True, 100)):

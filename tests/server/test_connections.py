@@ -215,8 +215,10 @@ def test_a_request_in_the_making_is_not_idle(llama: TinyModel) -> None:
     with running(llama.path, idle_timeout=SOON, events=True) as server, connected(server) as connection:
         assert server.post("/engine/control", {"action": "pause"}).status_code == 200
         body = b'{"prompt": "the", "max_tokens": 1}'
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                           b"Content-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
         time.sleep(3 * SOON)
         assert server.post("/engine/control", {"action": "resume"}).status_code == 200
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
@@ -262,13 +264,23 @@ def test_peers_that_vanish_are_found_by_the_kernel() -> None:
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-@pytest.mark.parametrize("headers", [
-    b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n", b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
-    b"Content-Length: 0\r\nTransfer-Encoding: chunked\r\n", b"Content-Length: 5\r\nContent-Length: 0\r\n",
-    b"Content-Length: 5, 0\r\n", b"Content-Length: +5\r\n", b"Content-Length: 5\r\nTransfer-Encoding: identity\r\n",
-    b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n", b"Transfer-Encoding : chunked\r\n",
-    b"Transfer-Encoding: xchunked\r\n", b"Transfer-Encoding: gzip, chunked\r\n", b"Transfer-Encoding:\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"Content-Length: 0\r\nTransfer-Encoding: chunked\r\n",
+        b"Content-Length: 5\r\nContent-Length: 0\r\n",
+        b"Content-Length: 5, 0\r\n",
+        b"Content-Length: +5\r\n",
+        b"Content-Length: 5\r\nTransfer-Encoding: identity\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
+        b"Transfer-Encoding : chunked\r\n",
+        b"Transfer-Encoding: xchunked\r\n",
+        b"Transfer-Encoding: gzip, chunked\r\n",
+        b"Transfer-Encoding:\r\n",
+    ],
+)
 def test_two_lengths_of_a_body_are_refused(server: Running, headers: bytes) -> None:
     """Whatever follows is not read as a request: a proxy in front may take it for a body."""
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -314,12 +326,21 @@ BODY = b'{"prompt": "the"}'
 CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
 
 
-@pytest.mark.parametrize("chunks", [
-    CHUNK.replace(b"\r", b"") + b"0\n\n", b"0;a\nb\r\n" + CHUNK + b"0\r\n\r\n", CHUNK[:-2] + b"X0\r\n\r\n",
-    b"0x" + CHUNK + b"0\r\n\r\n", CHUNK + b"f" * 30 + b"\r\n", CHUNK + b"-1\r\n{\r\n0\r\n\r\n",
-    CHUNK + b"0;a=" + b"x" * 10**6 + b"\r\n\r\n", CHUNK + b"0" * 10**6 + b"\r\n\r\n",
-    CHUNK + b"0\r\nA: " + b"x" * 10**6 + b"\r\n\r\n", CHUNK + b"0\r\n" + b"a: b\r\n" * 10**5 + b"\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        CHUNK.replace(b"\r", b"") + b"0\n\n",
+        b"0;a\nb\r\n" + CHUNK + b"0\r\n\r\n",
+        CHUNK[:-2] + b"X0\r\n\r\n",
+        b"0x" + CHUNK + b"0\r\n\r\n",
+        CHUNK + b"f" * 30 + b"\r\n",
+        CHUNK + b"-1\r\n{\r\n0\r\n\r\n",
+        CHUNK + b"0;a=" + b"x" * 10**6 + b"\r\n\r\n",
+        CHUNK + b"0" * 10**6 + b"\r\n\r\n",
+        CHUNK + b"0\r\nA: " + b"x" * 10**6 + b"\r\n\r\n",
+        CHUNK + b"0\r\n" + b"a: b\r\n" * 10**5 + b"\r\n",
+    ],
+)
 def test_chunks_that_are_wrong_or_have_too_much_around_them(server: Running, chunks: bytes) -> None:
     answer = exchange(server, CHUNKED + chunks + SMUGGLED)
     assert answer.count(b"HTTP/1.1 ") <= 1

@@ -162,9 +162,11 @@ def test_conversations_meet_the_same_replica() -> None:
         ({"input": [turn]}, {"input": [turn, {"role": "user", "content": "b"}]}),
         ({"input": long + "a"}, {"input": long + "b"}),
         ({"instructions": long, "input": "a"}, {"instructions": long, "input": "b"}),
-        ({"system": long, "messages": [{"role": "user", "content": "a"}]},
-         {"system": long, "messages": [{"role": "user", "content": "b"}]}),
-    ):  # fmt: skip
+        (
+            {"system": long, "messages": [{"role": "user", "content": "a"}]},
+            {"system": long, "messages": [{"role": "user", "content": "b"}]},
+        ),
+    ):
         first, second = (body_keys(json.dumps(body).encode()) for body in (one, two))
         assert first
         assert first[:4] == second[:4]

@@ -135,9 +135,19 @@ def test_the_page_and_its_files(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/static/", "/static/nothing.js", "/static/..%2fapp.py", "/static/../app.py", "/static/%2e%2e/app.py",
-             "/static//etc/passwd", "/static/..%5capp.py", "/page/index.html", "/static/INDEX.HTML"],
-)  # fmt: skip
+    "path",
+    [
+        "/static/",
+        "/static/nothing.js",
+        "/static/..%2fapp.py",
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static//etc/passwd",
+        "/static/..%5capp.py",
+        "/page/index.html",
+        "/static/INDEX.HTML",
+    ],
+)
 def test_only_the_files_of_the_page(server: Running, path: str) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:  # httpx would tidy the path up
@@ -178,16 +188,27 @@ def test_without_events_only_the_facts_are_told(server: Running) -> None:
     with server.http() as client:
         info = client.get("/engine/info").json()
         answers = [
-            client.get("/engine/events"), client.post("/engine/control", json={"action": "pause"}),
+            client.get("/engine/events"),
+            client.post("/engine/control", json={"action": "pause"}),
             client.post("/engine/policy", json={"policy": "sjf"}),
-        ]  # fmt: skip
+        ]
         assert client.get("/engine/trace").status_code == 404
     assert info == {
-        "events": False, "replay": False, "version": info["version"], "model": server.model, "policy": "fcfs",
-        "num_blocks": 128, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64,
-        "max_model_len": server.engine.max_model_len, "prefix_caching": True, "paused": False,
-        "device": server.engine.executor.device.name, "sampling_defaults": {},
-    }  # fmt: skip
+        "events": False,
+        "replay": False,
+        "version": info["version"],
+        "model": server.model,
+        "policy": "fcfs",
+        "num_blocks": 128,
+        "block_size": 16,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": server.engine.max_model_len,
+        "prefix_caching": True,
+        "paused": False,
+        "device": server.engine.executor.device.name,
+        "sampling_defaults": {},
+    }
     for answer in answers:
         assert answer.status_code == 404
         assert "--events" in answer.json()["error"]["message"]
@@ -346,10 +367,17 @@ def test_a_step_of_nothing(watched: Running) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "field"),
-    [("control", {"action": "stop"}, "action"), ("control", {"action": 3}, "action"), ("control", {}, "action"),
-     ("control", {"action": "pause", "for": 3}, "for"), ("control", {"action": "step"}, "action"),
-     ("policy", {"policy": "priority"}, "policy"), ("policy", {"policy": None}, "policy"), ("policy", [], None)],
-)  # fmt: skip
+    [
+        ("control", {"action": "stop"}, "action"),
+        ("control", {"action": 3}, "action"),
+        ("control", {}, "action"),
+        ("control", {"action": "pause", "for": 3}, "for"),
+        ("control", {"action": "step"}, "action"),
+        ("policy", {"policy": "priority"}, "policy"),
+        ("policy", {"policy": None}, "policy"),
+        ("policy", [], None),
+    ],
+)
 def test_bad_controls_are_named(watched: Running, path: str, body: Any, field: str | None) -> None:
     answer = watched.post(f"/engine/{path}", body)
     assert answer.status_code == 400
@@ -425,10 +453,16 @@ def test_sigterm_while_paused_finishes_what_waits(llama: TinyModel, tmp_path: Pa
             watcher = pool.submit(lambda: client.get("/engine/events").text)  # ends when the server sends it away
             until(lambda: client.post("/engine/control", json={"action": "pause"}).json()["paused"])
             answer = pool.submit(lambda: httpx.post(f"{url}/v1/completions", json=SHORT, timeout=30))
-            until(lambda: "vllm:num_requests_waiting{" in (text := client.get("/metrics").text)
-                  and 'num_requests_waiting{engine="0",model_name="llama"} 0.0' not in text
-                  and any(line.startswith("vllm:num_requests_waiting{") and line.endswith(" 1.0")
-                          for line in text.splitlines()))  # fmt: skip
+            until(
+                lambda: (
+                    "vllm:num_requests_waiting{" in (text := client.get("/metrics").text)
+                    and 'num_requests_waiting{engine="0",model_name="llama"} 0.0' not in text
+                    and any(
+                        line.startswith("vllm:num_requests_waiting{") and line.endswith(" 1.0")
+                        for line in text.splitlines()
+                    )
+                )
+            )
             process.send_signal(signal.SIGTERM)
             assert answer.result(20).json()["usage"]["completion_tokens"] == 8
             assert watcher.result(20).startswith("id: ")

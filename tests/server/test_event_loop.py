@@ -95,9 +95,7 @@ def test_long_answers_are_built_elsewhere(
     assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
 
 
-def test_short_answers_are_built_at_once(
-    server: Running, loop_thread: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_answers_are_built_at_once(server: Running, loop_thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
     built, written = spy(monkeypatch, "completion_logprobs"), spy(monkeypatch, "dump_slowly")
     assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 4, "logprobs": 2}).status_code == 200
     assert built == [loop_thread]
@@ -105,7 +103,7 @@ def test_short_answers_are_built_at_once(
 
 
 def test_dump_slowly_writes_the_same() -> None:
-    data = {"a": [1, 2.5, None, True, "ü\n\"", {"b": []}], "text": "…" * 3}
+    data = {"a": [1, 2.5, None, True, 'ü\n"', {"b": []}], "text": "…" * 3}
     plain = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     assert answers.dump_slowly(data) == plain.encode()
     assert json.loads(plain) == data
@@ -126,8 +124,10 @@ def test_large_json_is_written_elsewhere(
     with server.http() as http:
         bodies: dict[str, Any] = {"/tokenize": {"prompt": "the"}, "/detokenize": {"tokens": [5]}}
         content = plain(bodies.get(path, {})).encode()
-        asked = http.post(path, content=content, headers={"content-type": "application/json"}) if path in bodies else (
-            http.get(path)
+        asked = (
+            http.post(path, content=content, headers={"content-type": "application/json"})
+            if path in bodies
+            else (http.get(path))
         )
         assert asked.status_code == 200
     assert threads
@@ -142,15 +142,17 @@ FAULTY = {
     "unknown fields": (ChatBody, b"{" + b",".join(b'"%d":1' % number for number in range(50_000)) + b"}"),
     "messages": (ChatBody, b'{"messages":[' + b"{}," * 200_000 + b"{}]}"),
     "parts": (
-        ChatBody, b'{"messages":[{"role":"user","content":[' + b",".join([b'{"type":"text"}'] * 50_000) + b"]}]}"
+        ChatBody,
+        b'{"messages":[{"role":"user","content":[' + b",".join([b'{"type":"text"}'] * 50_000) + b"]}]}",
     ),
     "unknown in a message": (
-        ChatBody, b'{"messages":[{"role":"user",' + b",".join(b'"%d":1' % number for number in range(50_000)) + b"}]}"
+        ChatBody,
+        b'{"messages":[{"role":"user",' + b",".join(b'"%d":1' % number for number in range(50_000)) + b"}]}",
     ),
     "tools": (ChatBody, b'{"messages":[{"role":"user","content":"a"}],"tools":[' + b"{}," * 50_000 + b"{}]}"),
     "calls": (ChatBody, b'{"messages":[{"role":"assistant","tool_calls":[' + b"{}," * 50_000 + b"{}]}]}"),
     "ids": (ChatBody, b'{"messages":[{"role":"user","content":"a"}],"stop_token_ids":[' + b'"",' * 50_000 + b'""]}'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTY)
@@ -182,8 +184,11 @@ def test_the_loop_turns_while_a_long_answer_is_made(server: Running) -> None:
     alone = time.perf_counter() - started
 
     async def work() -> float:
-        longest, done = 0.0, asyncio.create_task(
-            asyncio.to_thread(lambda: answers.dump_slowly(completion_logprobs(positions, 2)))  # type: ignore[arg-type]
+        longest, done = (
+            0.0,
+            asyncio.create_task(
+                asyncio.to_thread(lambda: answers.dump_slowly(completion_logprobs(positions, 2)))  # type: ignore[arg-type]
+            ),
         )
         while not done.done():
             before = time.perf_counter()

@@ -19,9 +19,13 @@ from tests.server.rig import Running
 
 STATUSES = {200, 400, 404, 413, 429}
 BODIES: dict[str, type[Any]] = {
-    "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody, "/v1/responses": ResponseBody, "/v1/messages": MessagesBody,
-}  # fmt: skip
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/v1/responses": ResponseBody,
+    "/v1/messages": MessagesBody,
+}
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},

@@ -66,10 +66,19 @@ def test_fields_left_out_or_null_are_the_models(
 @BOTH
 @pytest.mark.parametrize(
     "given",
-    [{"temperature": 0}, {"temperature": 1.0}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0},
-     {"repetition_penalty": 1.0}, {"max_tokens": 23}, {"max_tokens": 24}],
+    [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"top_k": 0},
+        {"top_k": -1},
+        {"top_p": 1.0},
+        {"min_p": 0.0},
+        {"repetition_penalty": 1.0},
+        {"max_tokens": 23},
+        {"max_tokens": 24},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_given_fields_win_one_by_one(
     tuned: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], given: dict[str, Any]
 ) -> None:
@@ -178,7 +187,8 @@ def test_files_of_replicas_are_found_before_ray_is_started(
     assert (config.model, config.generation_config) == (str(tmp_path / "model"),) * 2
     assert defaults.values == {"top_k": 5}
     assert replicas.find_files(EngineConfig(model="model"))[0].generation_config == "auto"
-    with pytest.raises(ConfigError, match=r"generation_config='nowhere': .*nowhere"), replicas.open_replicas(
-        EngineConfig(model="model", generation_config="nowhere"), ServerOptions(), 2
+    with (
+        pytest.raises(ConfigError, match=r"generation_config='nowhere': .*nowhere"),
+        replicas.open_replicas(EngineConfig(model="model", generation_config="nowhere"), ServerOptions(), 2),
     ):
         pytest.fail("it began")

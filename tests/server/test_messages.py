@@ -89,9 +89,13 @@ def test_a_stream_tells_the_whole_answer(server: Running, client: Any) -> None:
     deltas = kinds.count("content_block_delta")
     assert deltas > 1
     assert kinds == [
-        "message_start", "content_block_start", *["content_block_delta"] * deltas, "content_block_stop",
-        "message_delta", "message_stop",
-    ]  # fmt: skip
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * deltas,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
     text = "".join(event.delta.text for event in events if event.type == "content_block_delta")
     assert text == whole.content[0].text
     start = events[0].message
@@ -107,10 +111,15 @@ def test_a_conversation(server: Running, client: Any) -> None:
     """Blocks that mean nothing here are left out, those of text are joined as in a chat."""
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "x"},
-                                          {"type": "text", "text": "c", "citations": None}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "c", "citations": None},
+            ],
+        },
         {"role": "user", "content": "d"},
-    ]  # fmt: skip
+    ]
     told = [("user", "a\nb"), ("assistant", "c"), ("user", "d")]
     size = count(server, [{"role": role, "content": text} for role, text in told])
     assert client.messages.count_tokens(model=server.model, messages=messages).input_tokens == size
@@ -144,7 +153,7 @@ def test_a_loop_with_tools(server: Running, client: Any, choice: Any, stream: bo
     if stream:
         with client.messages.stream(
             model=server.model, messages=ASK, extra_body={"temperature": 0}, **options
-        ) as events:  # fmt: skip
+        ) as events:
             pieces = [event.partial_json for event in events if event.type == "input_json"]
             answer = events.get_final_message()
         assert len(pieces) > 3
@@ -155,13 +164,18 @@ def test_a_loop_with_tools(server: Running, client: Any, choice: Any, stream: bo
     assert (answer.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
     check_arguments("weather", json.dumps(call.input))
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}]}
-    turns = [*ASK, {"role": "assistant", "content": answer.content},
-             {"role": "user", "content": [result, {"type": "text", "text": "and now?"}]}]  # fmt: skip
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "and now?"}]},
+    ]
     past = {"id": call.id, "function": {"name": call.name, "arguments": json.dumps(call.input)}}
     told = [
-        *ASK, {"role": "assistant", "tool_calls": [past]},
-        {"role": "tool", "tool_call_id": call.id, "content": "rain"}, {"role": "user", "content": "and now?"},
-    ]  # fmt: skip
+        *ASK,
+        {"role": "assistant", "tool_calls": [past]},
+        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+        {"role": "user", "content": "and now?"},
+    ]
     usage = ask(client, server, turns, tools=[WEATHER], tool_choice={"type": "none"}).usage
     assert usage.input_tokens + usage.cache_read_input_tokens == count(server, told)
     tool = {"type": "function", "function": {"name": "weather", "description": "of a town", "parameters": SCHEMA}}
@@ -199,8 +213,11 @@ def test_a_failed_call_is_told(server: Running, client: Any) -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": "no clock", "is_error": True}
     turns = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     past = {"id": "1", "function": {"name": "clock", "arguments": "{}"}}
-    told = [*ASK, {"role": "assistant", "tool_calls": [past]},
-            {"role": "tool", "tool_call_id": "1", "content": "error: no clock"}]  # fmt: skip
+    told = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [past]},
+        {"role": "tool", "tool_call_id": "1", "content": "error: no clock"},
+    ]
     assert client.messages.count_tokens(model=server.model, messages=turns).input_tokens == count(server, told)
 
 
@@ -221,26 +238,37 @@ def test_structured_output(server: Running, client: Any) -> None:
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"max_tokens": None}, "max_tokens", "required"), ({"max_tokens": 0}, "max_tokens", "0"),
-    ({"max_tokens": 10**6}, "max_tokens", "lower max_tokens"), ({"messages": []}, "messages", "at least 1"),
+    ({"max_tokens": None}, "max_tokens", "required"),
+    ({"max_tokens": 0}, "max_tokens", "0"),
+    ({"max_tokens": 10**6}, "max_tokens", "lower max_tokens"),
+    ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "image"),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages", "image"),
     ({"messages": [{"role": "nobody", "content": "a"}]}, "messages", "role"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "needs text"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
-     "messages", "assistant"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+        "messages",
+        "assistant",
+    ),
     ({"messages": [{"role": "user", "content": "a b c " * 3000}]}, "messages", "max_model_len"),
-    ({"temperature": -1}, "temperature", "-1"), ({"top_p": True}, "top_p", "number"), ({"top_k": -5}, "top_k", "-5"),
-    ({"stop_sequences": ["a"] * 17}, "stop_sequences", "16"), ({"stop_sequences": [""]}, "stop_sequences", "empty"),
-    ({"nothing": 1}, "nothing", "unknown field"), ({"n": 2}, "n", "support"),
+    ({"temperature": -1}, "temperature", "-1"),
+    ({"top_p": True}, "top_p", "number"),
+    ({"top_k": -5}, "top_k", "-5"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences", "16"),
+    ({"stop_sequences": [""]}, "stop_sequences", "empty"),
+    ({"nothing": 1}, "nothing", "unknown field"),
+    ({"n": 2}, "n", "support"),
     ({"stop_sequences": ["a"], "structured_outputs": {"regex": "("}}, "structured_outputs", "compiled"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools", "only custom"),
-    ({"tools": [CLOCK, CLOCK]}, "tools", "twice"), ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
+    ({"tools": [CLOCK, CLOCK]}, "tools", "twice"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
     ({"tool_choice": {"type": "tool"}, "tools": [CLOCK]}, "tool_choice", "needs name"),
-    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "support"), ({"container": "x"}, "container", "support"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "support"),
+    ({"container": "x"}, "container", "support"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config", "compiled"),
     ({"system": [IMAGE]}, "system", "only text"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fault", "param", "words"), FAULTS, ids=lambda x: str(x)[:50])
@@ -263,9 +291,11 @@ def test_errors_as_the_client_sees_them(server: Running, client: Any) -> None:
         client.messages.count_tokens(model="claude", messages=ASK)
     with server.http() as http:
         for answer, status in (
-            (http.get("/v1/messages"), 405), (http.post("/v1/messages", content=b"{}"), 415),
-            (http.post("/v1/messages", json=5), 400), (http.post("/v1/messages/nothing", json={}), 404),
-        ):  # fmt: skip
+            (http.get("/v1/messages"), 405),
+            (http.post("/v1/messages", content=b"{}"), 415),
+            (http.post("/v1/messages", json=5), 400),
+            (http.post("/v1/messages/nothing", json={}), 404),
+        ):
             assert (answer.status_code, answer.json()["type"]) == (status, "error")
 
 
@@ -282,9 +312,18 @@ def test_what_asks_for_nothing_passes(server: Running) -> None:
     for name, values in MessagesBody.HARMLESS.items():
         for value in (None, *values):
             assert server.post("/v1/messages", {**base, name: value}).status_code == 200, (name, value)
-    hints = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "service_tier": "auto", "top_k": 5, "top_p": 0.5,
-             "metadata": {}, "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"},
-             "stop_sequences": [], "tools": [], "context_management": {"edits": []}}  # fmt: skip
+    hints = {
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "service_tier": "auto",
+        "top_k": 5,
+        "top_p": 0.5,
+        "metadata": {},
+        "output_config": {"effort": "low"},
+        "cache_control": {"type": "ephemeral"},
+        "stop_sequences": [],
+        "tools": [],
+        "context_management": {"edits": []},
+    }
     for body in (hints, dict.fromkeys(MessagesBody.model_fields)):
         answer = server.post("/v1/messages", {**body, **base})
         assert answer.status_code == 200, answer.text

@@ -83,9 +83,13 @@ def test_streamed_completions_are_the_whole_in_pieces(server: Running, client: o
 
 def test_continuous_usage(server: Running, client: openai.OpenAI) -> None:
     stream = client.completions.create(
-        model=server.model, prompt="the", max_tokens=48, stream=True, **GREEDY,
+        model=server.model,
+        prompt="the",
+        max_tokens=48,
+        stream=True,
+        **GREEDY,
         stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
-    )  # fmt: skip
+    )
     counts = [chunk.usage.completion_tokens for chunk in stream]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1] == 48
@@ -167,9 +171,14 @@ def test_chat_without_max_tokens_ends_at_the_limit(server: Running, client: open
 
 def test_chat_logprobs(server: Running, client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {
-        "model": server.model, "messages": [{"role": "user", "content": "rain"}], "max_tokens": 6, "logprobs": True,
-        "top_logprobs": 2, "n": 2, "seed": 1,
-    }  # fmt: skip
+        "model": server.model,
+        "messages": [{"role": "user", "content": "rain"}],
+        "max_tokens": 6,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": 2,
+        "seed": 1,
+    }
     answer = client.chat.completions.create(**settings)
     for choice in answer.choices:
         for entry in choice.logprobs.content:
@@ -188,16 +197,20 @@ def test_chat_logprobs(server: Running, client: openai.OpenAI) -> None:
 
 
 SAMPLING = [
-    {"seed": 7}, {"seed": 7, "top_p": 0.5}, {"seed": 7, "extra_body": {"top_k": 3}},
-    {"seed": 7, "extra_body": {"min_p": 0.2}}, {"temperature": 0, "logit_bias": {"70": 100}},
-    {"temperature": 0, "frequency_penalty": 2.0}, {"temperature": 0, "presence_penalty": 2.0},
+    {"seed": 7},
+    {"seed": 7, "top_p": 0.5},
+    {"seed": 7, "extra_body": {"top_k": 3}},
+    {"seed": 7, "extra_body": {"min_p": 0.2}},
+    {"temperature": 0, "logit_bias": {"70": 100}},
+    {"temperature": 0, "frequency_penalty": 2.0},
+    {"temperature": 0, "presence_penalty": 2.0},
     {"temperature": 0, "extra_body": {"repetition_penalty": 9.0}},
     {"temperature": 0, "extra_body": {"allowed_token_ids": [70, 71]}},
     {"temperature": 0, "extra_body": {"bad_words": ["e"]}},
     {"temperature": 0, "extra_body": {"min_tokens": 10, "stop_token_ids": list(range(150))}},
     {"temperature": 0, "extra_body": {"stop_token_ids": list(range(150))}},
     {"seed": 3, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options", SAMPLING, ids=str)

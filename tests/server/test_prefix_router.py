@@ -86,8 +86,13 @@ def test_what_cannot_be_read_is_somebody_elses_error(body: bytes) -> None:
     assert len(body_keys(body)) <= 1
 
 
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
+    )
+)
 def test_any_json_is_survived(value: Any) -> None:
     for name in ("prompt", "messages", "cache_salt", "tools"):
         body_keys(json.dumps({"messages": [], "prompt": "", name: value}).encode())

@@ -28,14 +28,21 @@ SCHEMA = {"properties": {"town": {"enum": ["Oslo", "Rome"]}}, "required": ["town
 FORM = {"type": "json_schema", "json_schema": {"name": "place", "schema": {"type": "object", **SCHEMA}}}
 
 TEXTS = [
-    (MAYBE, "<think>\nhm hm\n</think>\n\nOslo", "hm hm", "Oslo"), (MAYBE, "\n<think>hm</think>Oslo", "hm", "Oslo"),
-    (MAYBE, "Oslo <think>", "", "Oslo <think>"), (MAYBE, "  Oslo", "", "  Oslo"), (MAYBE, "<thin", "", "<thin"),
-    (MAYBE, "<think>\n\n</think>\n\nOslo", "", "Oslo"), (MAYBE, "", "", ""),
-    (INSIDE, "hm\n</think>\n\nOslo\n", "hm", "Oslo\n"), (INSIDE, "<think>\nhm</think>Oslo", "hm", "Oslo"),
-    (INSIDE, "hm </thin", "hm </thin", ""), (INSIDE, "hm \n\n hm ", "hm \n\n hm", ""),
+    (MAYBE, "<think>\nhm hm\n</think>\n\nOslo", "hm hm", "Oslo"),
+    (MAYBE, "\n<think>hm</think>Oslo", "hm", "Oslo"),
+    (MAYBE, "Oslo <think>", "", "Oslo <think>"),
+    (MAYBE, "  Oslo", "", "  Oslo"),
+    (MAYBE, "<thin", "", "<thin"),
+    (MAYBE, "<think>\n\n</think>\n\nOslo", "", "Oslo"),
+    (MAYBE, "", "", ""),
+    (INSIDE, "hm\n</think>\n\nOslo\n", "hm", "Oslo\n"),
+    (INSIDE, "<think>\nhm</think>Oslo", "hm", "Oslo"),
+    (INSIDE, "hm </thin", "hm </thin", ""),
+    (INSIDE, "hm \n\n hm ", "hm \n\n hm", ""),
     (INSIDE, "a < b </ c", "a < b </ c", ""),
-    (INSIDE, "hm</think>a</think>b", "hm", "a</think>b"), (OUTSIDE, "Oslo</think>", "", "Oslo</think>"),
-]  # fmt: skip
+    (INSIDE, "hm</think>a</think>b", "hm", "a</think>b"),
+    (OUTSIDE, "Oslo</think>", "", "Oslo</think>"),
+]
 
 
 @pytest.mark.parametrize(("start", "text", "reasoning", "content"), TEXTS)
@@ -51,10 +58,13 @@ def test_how_a_text_is_cut_makes_no_difference(start: Start, text: str, reasonin
 
 def test_where_a_completion_begins() -> None:
     for parser, prompt, start in (
-        ("qwen3", "<|im_start|>assistant\n", MAYBE), ("deepseek_r1", "<|Assistant|>", INSIDE),
-        ("qwen3", "assistant\n<think>\n", INSIDE), ("deepseek_r1", "x<think>\n", INSIDE),
-        ("qwen3", "assistant\n<think>\n\n</think>\n\n", OUTSIDE), ("deepseek_r1", "<think>\n\n</think>\n\n", OUTSIDE),
-    ):  # fmt: skip
+        ("qwen3", "<|im_start|>assistant\n", MAYBE),
+        ("deepseek_r1", "<|Assistant|>", INSIDE),
+        ("qwen3", "assistant\n<think>\n", INSIDE),
+        ("deepseek_r1", "x<think>\n", INSIDE),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", OUTSIDE),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", OUTSIDE),
+    ):
         assert where(parser, prompt) is start
     assert where("deepseek_r1", "the men", "the men") is OUTSIDE
     assert where("qwen3", "the men", "<think>the men") is INSIDE
@@ -127,16 +137,19 @@ def test_thoughts_that_are_cut_off(server: Running, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("form", ["response_format", "regex", "choice", "grammar", "gbnf"])
 def test_a_grammar_binds_the_answer_and_not_the_thoughts(server: Running, form: str) -> None:
     extra: dict[str, Any] = {
-        "response_format": {"response_format": FORM}, "regex": {"guided_regex": r"\{/\d\}"},
-        "choice": {"guided_choice": ["Oslo", "Rome"]}, "grammar": {"guided_grammar": 'start: "Os" lo\nlo: /lo}?/'},
+        "response_format": {"response_format": FORM},
+        "regex": {"guided_regex": r"\{/\d\}"},
+        "choice": {"guided_choice": ["Oslo", "Rome"]},
+        "grammar": {"guided_grammar": 'start: "Os" lo\nlo: /lo}?/'},
         "gbnf": {"guided_grammar": 'root ::= "Ro" "me"'},
-    }[form]  # fmt: skip
+    }[form]
     fits = {
         "response_format": lambda text: json.loads(text)["town"] in ("Oslo", "Rome"),
         "regex": lambda text: len(text) == 4 and text.startswith("{/") and text[2] in "0123456789",
-        "choice": lambda text: text in ("Oslo", "Rome"), "grammar": lambda text: text in ("Oslo", "Oslo}"),
+        "choice": lambda text: text in ("Oslo", "Rome"),
+        "grammar": lambda text: text in ("Oslo", "Oslo}"),
         "gbnf": lambda text: text == "Rome",
-    }[form]  # fmt: skip
+    }[form]
     pushed = bias(server, *THINK)  # towards the tags and, in JSON, towards its end
     reasoning, content, _, reason = asked(server, extra_body=extra, logit_bias=pushed, seed=1, max_tokens=400)
     assert (reason, fits(content)) == ("stop", True)
@@ -150,10 +163,15 @@ def test_what_the_grammar_takes(server: Running, llm: LLM, tags: str, start: Sta
     source = after_thoughts('start: "Oslo" | %json {"const": "}{"}', start, engine.tokenizer)
     grammar = engine.grammars.compiled(SamplingParams(structured_outputs={"grammar": source})).structured_outputs
     for text, where_taken in (
-        ("Oslo", (OUTSIDE, MAYBE)), ("hm </ th> hm</think>\n\nOslo", (INSIDE,)), ("</think>Oslo", (INSIDE,)),
-        ('<think>hm\n</think>"}{"', (INSIDE, MAYBE)), ("<think>hm</think>\n\n\nOslo", ()), ("<think>hm", ()),
-        ("hm</think>Rome", ()), ("Oslo</think>", ()),
-    ):  # fmt: skip
+        ("Oslo", (OUTSIDE, MAYBE)),
+        ("hm </ th> hm</think>\n\nOslo", (INSIDE,)),
+        ("</think>Oslo", (INSIDE,)),
+        ('<think>hm\n</think>"}{"', (INSIDE, MAYBE)),
+        ("<think>hm</think>\n\n\nOslo", ()),
+        ("<think>hm", ()),
+        ("hm</think>Rome", ()),
+        ("Oslo</think>", ()),
+    ):
         ids = engine.tokenizer.encode(text, add_special_tokens=False)
         matcher = make_matcher(grammar.tokenizer, grammar.source)
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is (start in where_taken), text
@@ -162,9 +180,14 @@ def test_what_the_grammar_takes(server: Running, llm: LLM, tags: str, start: Sta
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_calls_after_thoughts(server: Running, choice: Any) -> None:
     reasoning, content, calls, reason = asked(
-        server, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False, logit_bias=bias(server, *THINK),
-        seed=1, max_tokens=400,
-    )  # fmt: skip
+        server,
+        tools=[WEATHER],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        logit_bias=bias(server, *THINK),
+        seed=1,
+        max_tokens=400,
+    )
     assert (content, reason) == ("", "tool_calls")
     assert set(reasoning) <= {"}"}
     assert json.loads(calls[0][1])["town"] in ("Oslo", "Rome")
@@ -183,9 +206,11 @@ def test_thoughts_in_other_dialects(server: Running, monkeypatch: pytest.MonkeyP
     bound = {"structured_outputs": {"grammar": f"start: {text}"}}
     answer = server.post("/v1/messages", {"messages": ASK, "max_tokens": 60, **bound}).json()
     assert [(block["type"], block.get("thinking", block.get("text"))) for block in answer["content"]] == [
-        ("thinking", "hm"), ("text", "Oslo")
-    ]  # fmt: skip
+        ("thinking", "hm"),
+        ("text", "Oslo"),
+    ]
     answer = server.post("/v1/responses", {"input": "rain?", "max_output_tokens": 60, **bound}).json()
     assert [(item["type"], item["content"][0]["text"]) for item in answer["output"]] == [
-        ("reasoning", "hm"), ("message", "Oslo")
-    ]  # fmt: skip
+        ("reasoning", "hm"),
+        ("message", "Oslo"),
+    ]

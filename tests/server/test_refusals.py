@@ -55,7 +55,9 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/schema.json"}}}, "structured_outputs"),
 ]  # fmt: skip
 CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"), ({"messages": "a"}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "a"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "nobody", "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages"),
@@ -64,17 +66,26 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a b c " * 100}]}, "messages"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    ({"tool_choice": "required"}, "tool_choice"), ({"tools": [{"type": "function"}]}, "tools"),
-    ({"audio": {}}, "audio"), ({"modalities": ["audio"]}, "modalities"),
-    ({"functions": [{"name": "f"}]}, "functions"), ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"audio": {}}, "audio"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"truncate_prompt_tokens": 161}, "truncate_prompt_tokens"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"return_token_ids": 1}, "return_token_ids"),
-    ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": 1}, "logprobs"), ({"max_tokens": 0}, "max_tokens"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"max_completion_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"), ({"echo": True}, "echo"),
-]  # fmt: skip
+    ({"truncate_prompt_tokens": 161}, "truncate_prompt_tokens"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"max_completion_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"echo": True}, "echo"),
+]
 
 
 def check_error(response: Any, status: int = 400) -> dict[str, Any]:
@@ -230,6 +241,7 @@ def test_the_key_is_compared_in_constant_time() -> None:
 
 def test_an_unexpected_exception_says_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lesson 29: the text of exceptions was echoed to clients."""
+
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a secret path /home/x")
 

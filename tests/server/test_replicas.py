@@ -274,11 +274,14 @@ def test_a_killed_replica(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "options", "num_replicas", "expected"),
-    [({"CPU": 2.0}, {}, 2, {"num_cpus": 1}), ({"CPU": 2.0}, {}, 3, {"num_cpus": 0.666}),
-     ({"CPU": 64.0}, {}, 2, {"num_cpus": 1}),
-     ({"CPU": 8.0, "GPU": 8.0}, {"tensor_parallel_size": 4}, 2, {"num_gpus": 4, "num_cpus": 1}),
-     ({"CPU": 8.0, "GPU": 8.0}, {"device": "cpu"}, 2, {"num_cpus": 1})],
-)  # fmt: skip
+    [
+        ({"CPU": 2.0}, {}, 2, {"num_cpus": 1}),
+        ({"CPU": 2.0}, {}, 3, {"num_cpus": 0.666}),
+        ({"CPU": 64.0}, {}, 2, {"num_cpus": 1}),
+        ({"CPU": 8.0, "GPU": 8.0}, {"tensor_parallel_size": 4}, 2, {"num_gpus": 4, "num_cpus": 1}),
+        ({"CPU": 8.0, "GPU": 8.0}, {"device": "cpu"}, 2, {"num_cpus": 1}),
+    ],
+)
 def test_what_a_replica_takes(cluster: Any, options: Any, num_replicas: int, expected: Any) -> None:
     from nanovllm.server.replicas import _resources
 
@@ -296,8 +299,9 @@ def test_more_gpus_than_there_are() -> None:
 def test_a_wrong_model_is_known_before_ray_is_started() -> None:
     from nanovllm.server.replicas import open_replicas
 
-    with pytest.raises(ModelError, match="no such file or folder"), open_replicas(
-        EngineConfig(model="/no/such/folder"), ServerOptions(), 2
+    with (
+        pytest.raises(ModelError, match="no such file or folder"),
+        open_replicas(EngineConfig(model="/no/such/folder"), ServerOptions(), 2),
     ):
         pytest.fail("it began")
 
@@ -316,10 +320,15 @@ def test_merged_metrics() -> None:
 
     text = '# HELP a:b Words {here}\n# TYPE a:b counter\na:b{x="1 }"} 2.0\n# HELP c More\n# TYPE c gauge\nc 3.0\n'
     assert merge_metrics({"r2": text, "r1": text}).splitlines() == [
-        "# HELP a:b Words {here}", "# TYPE a:b counter", 'a:b{x="1 }",replica="r1"} 2.0',
-        'a:b{x="1 }",replica="r2"} 2.0', "# HELP c More", "# TYPE c gauge", 'c{replica="r1"} 3.0',
+        "# HELP a:b Words {here}",
+        "# TYPE a:b counter",
+        'a:b{x="1 }",replica="r1"} 2.0',
+        'a:b{x="1 }",replica="r2"} 2.0',
+        "# HELP c More",
+        "# TYPE c gauge",
+        'c{replica="r1"} 3.0',
         'c{replica="r2"} 3.0',
-    ]  # fmt: skip
+    ]
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

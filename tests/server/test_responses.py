@@ -87,10 +87,15 @@ def test_input_as_items(server: Running, client: openai.OpenAI) -> None:
         {"role": "developer", "content": "be short"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
         {"type": "reasoning", "id": "rs_1", "summary": []},
-        {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
-         "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]},
+        {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
+        },
         {"role": "user", "content": "c"},
-    ]  # fmt: skip
+    ]
     pairs = [("system", "be short"), ("user", "a"), ("assistant", "b"), ("user", "c")]
     answer = ask(client, server, items)
     assert answer.usage.input_tokens == count(server, [{"role": role, "content": text} for role, text in pairs])
@@ -105,9 +110,16 @@ def test_a_stream_tells_the_whole_answer(server: Running, client: openai.OpenAI,
     deltas = kinds.count("output_text.delta")
     assert deltas > 1
     assert kinds == [
-        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * deltas,
-        "output_text.done", "content_part.done", "output_item.done", whole.status,
-    ]  # fmt: skip
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * deltas,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        whole.status,
+    ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text == events[-4].text
@@ -222,9 +234,10 @@ def test_a_loop_with_tools(server: Running, client: openai.OpenAI, stream: bool,
     final = ask(client, server, items, tools=[WEATHER], tool_choice="none", **given)
     past = {"id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
     messages = [
-        {"role": "user", "content": "rain?"}, {"role": "assistant", "tool_calls": [past]},
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "tool_calls": [past]},
         {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
-    ]  # fmt: skip
+    ]
     assert final.usage.input_tokens == count(server, messages)
 
 
@@ -239,8 +252,11 @@ def test_a_function_by_name(server: Running, client: openai.OpenAI) -> None:
 def test_text_and_calls(server: Running, client: openai.OpenAI) -> None:
     text = f"Well.\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
     free = {**WEATHER, "strict": False}
-    options = {"tools": [free], "max_output_tokens": 300,
-               "extra_body": {"structured_outputs": {"grammar": dictated(server, text)}}}  # fmt: skip
+    options = {
+        "tools": [free],
+        "max_output_tokens": 300,
+        "extra_body": {"structured_outputs": {"grammar": dictated(server, text)}},
+    }
     whole = ask(client, server, **options)
     *events, last = ask(client, server, stream=True, **options)
     assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
@@ -330,9 +346,15 @@ def test_what_asks_for_nothing_passes(server: Running) -> None:
         for value in (None, *values):
             body = {"input": "a", "max_output_tokens": 1, name: value}
             assert server.post("/v1/responses", body).status_code == 200, (name, value)
-    hints = {"reasoning": {"effort": "low"}, "prompt_cache_key": "x", "safety_identifier": "x", "service_tier": "auto",
-             "include": ["reasoning.encrypted_content"], "stream": True,
-             "stream_options": {"include_obfuscation": True}}  # fmt: skip
+    hints = {
+        "reasoning": {"effort": "low"},
+        "prompt_cache_key": "x",
+        "safety_identifier": "x",
+        "service_tier": "auto",
+        "include": ["reasoning.encrypted_content"],
+        "stream": True,
+        "stream_options": {"include_obfuscation": True},
+    }
     nulls = dict.fromkeys(ResponseBody.model_fields)
     for body in (hints, nulls):
         answer = server.post("/v1/responses", {**body, "input": "a", "max_output_tokens": 1})

@@ -207,7 +207,7 @@ def test_a_dead_engine_runs_nothing(llama: TinyModel, monkeypatch: pytest.Monkey
         server.post("/engine/control", {"action": "pause"})
         thread = threading.Thread(target=server.post, args=("/v1/completions", {"prompt": "the", "max_tokens": 9}))
         thread.start()
-        until(lambda: "num_requests_waiting{engine=\"0\"" in http.get("/metrics").text)
+        until(lambda: 'num_requests_waiting{engine="0"' in http.get("/metrics").text)
         until(lambda: server.engine.has_unfinished_requests())
         server.post("/engine/control", {"action": "step"})
 

@@ -24,8 +24,17 @@ OURS = ["127.0.0.1", "127.0.0.1:{port}", "localhost:{port}", "LOCALHOST", "local
 OTHERS = ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example", "evil.localhost",
           "localhost:{port}@evil.example", "evil.example/localhost", "localhost,evil.example", "[::1", "::1", "[]", "",
           ":{port}", "localhost:x", "localhost:1:2", "..", "256.0.0.1", "127.0.0.1..", "ローカル", "a b"]  # fmt: skip
-PATHS = ["/", "/static/app.js", "/health", "/metrics", "/engine/info", "/engine/events", "/v1/models", "/openapi.json",
-         "/nothing"]  # fmt: skip
+PATHS = [
+    "/",
+    "/static/app.js",
+    "/health",
+    "/metrics",
+    "/engine/info",
+    "/engine/events",
+    "/v1/models",
+    "/openapi.json",
+    "/nothing",
+]
 HI = {"prompt": "the", "max_tokens": 1}
 
 
@@ -37,7 +46,10 @@ def plain(llama: TinyModel) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def open_to_app(llama: TinyModel) -> Iterator[Running]:
-    options: dict[str, Any] = {"allowed_hosts": ("GPU-box.lan.", "other"), "allowed_origins": (f"{APP}:443/", "app://x")}
+    options: dict[str, Any] = {
+        "allowed_hosts": ("GPU-box.lan.", "other"),
+        "allowed_origins": (f"{APP}:443/", "app://x"),
+    }
     with running(llama.path, events=True, api_key="k", **options) as server:
         yield server
 
@@ -78,10 +90,16 @@ def test_no_path_is_exempt(plain: Running, path: str) -> None:
             check_error(http.get(path, headers=headers), status)
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/completions", HI), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-    ("/engine/control", {"action": "pause"}), ("/engine/policy", {"policy": "sjf"}), ("/tokenize", {"prompt": "a"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", HI),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/engine/control", {"action": "pause"}),
+        ("/engine/policy", {"policy": "sjf"}),
+        ("/tokenize", {"prompt": "a"}),
+    ],
+)
 def test_a_rebound_page_can_do_nothing(plain: Running, path: str, body: dict[str, Any]) -> None:
     """Its name resolves to 127.0.0.1 by now, so for the browser all is of one origin."""
     name = with_port(plain, "evil.example:{port}")
@@ -130,11 +148,18 @@ def test_the_name_it_listens_on_is_its_own() -> None:
 # ---- Origin --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("host", "origin"), [
-    ("localhost:8000", "http://localhost:8000"), ("127.0.0.1", "http://127.0.0.1"), ("[::1]:8000", "http://[::1]:8000"),
-    ("LOCALHOST:8000", "http://localhost.:8000"), ("localhost:80", "http://localhost"),
-    ("localhost", "https://localhost"), ("localhost", "https://localhost:443"),  # behind a proxy with TLS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("127.0.0.1", "http://127.0.0.1"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("LOCALHOST:8000", "http://localhost.:8000"),
+        ("localhost:80", "http://localhost"),
+        ("localhost", "https://localhost"),
+        ("localhost", "https://localhost:443"),  # behind a proxy with TLS
+    ],
+)
 def test_pages_of_this_server_may_use_it(plain: Running, host: str, origin: str) -> None:
     answer = plain.post("/v1/completions", HI, headers={"Host": host, "Origin": origin})
     assert answer.status_code == 200

@@ -98,8 +98,9 @@ def test_frames_of_several_choices_are_told_apart() -> None:
         assert [(choice["index"], choice["text"]) for choice in choices] == [(6, f"0{step}"), (7, f"1{step}")]
 
 
-@pytest.mark.parametrize("more", [{"logprobs": 1}, {"stream_options": {"include_usage": True,
-                                                                       "continuous_usage_stats": True}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "more", [{"logprobs": 1}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}]
+)
 def test_events_that_differ_in_more_than_their_text_have_no_frame(more: dict[str, Any]) -> None:
     answer = make_answer({**COMPLETION, **more})
     deltas = [

@@ -18,14 +18,24 @@ MESSAGES = [{"role": "user", "content": "a"}]
 def test_response_format(server: Running, client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
     answer = client.chat.completions.create(
-        model=server.model, messages=MESSAGES, response_format=form, n=4, seed=0, max_tokens=120  # type: ignore[arg-type]
+        model=server.model,
+        messages=MESSAGES,
+        response_format=form,
+        n=4,
+        seed=0,
+        max_tokens=120,  # type: ignore[arg-type]
     )
     done = [choice for choice in answer.choices if choice.finish_reason == "stop"]
     assert done
     assert {json.loads(choice.message.content)["a"] for choice in done} <= {1, 2}
     answer = client.chat.completions.create(
-        model=server.model, messages=MESSAGES, response_format={"type": "json_object"}, seed=1, n=4, max_tokens=120,
-    )  # fmt: skip
+        model=server.model,
+        messages=MESSAGES,
+        response_format={"type": "json_object"},
+        seed=1,
+        n=4,
+        max_tokens=120,
+    )
     done = [choice for choice in answer.choices if choice.finish_reason == "stop"]
     assert done
     assert all(isinstance(json.loads(choice.message.content), dict) for choice in done)
@@ -33,9 +43,12 @@ def test_response_format(server: Running, client: openai.OpenAI) -> None:
 
 def test_structured_outputs_in_a_stream(server: Running, client: openai.OpenAI) -> None:
     stream = client.completions.create(
-        model=server.model, prompt="a", stream=True, max_tokens=40,
+        model=server.model,
+        prompt="a",
+        stream=True,
+        max_tokens=40,
         extra_body={"structured_outputs": {"choice": ["red rain", "blue"]}},
-    )  # fmt: skip
+    )
     assert "".join(chunk.choices[0].text for chunk in stream) in ("red rain", "blue")
 
 
@@ -55,15 +68,17 @@ def test_the_end_marker_is_no_text_even_when_special_tokens_are(
 
 
 FORMS = [
-    ({"regex": "(ab|cd){2}"}, {"abab", "abcd", "cdab", "cdcd"}), ({"choice": ["red", "blue"]}, {"red", "blue"}),
-    ({"grammar": 'start: "x" ("y" | "z")'}, {"xy", "xz"}), ({"json": {"enum": [1, 2]}}, {"1", "2"}),
-]  # fmt: skip
+    ({"regex": "(ab|cd){2}"}, {"abab", "abcd", "cdab", "cdcd"}),
+    ({"choice": ["red", "blue"]}, {"red", "blue"}),
+    ({"grammar": 'start: "x" ("y" | "z")'}, {"xy", "xz"}),
+    ({"json": {"enum": [1, 2]}}, {"1", "2"}),
+]
 
 
 @pytest.mark.parametrize(("form", "texts"), FORMS, ids=["regex", "choice", "grammar", "json"])
 def test_every_kind_of_structure(
     server: Running, client: openai.OpenAI, form: dict[str, object], texts: set[str]
-) -> None:  # fmt: skip
+) -> None:
     extra = {"structured_outputs": form}
     whole = client.completions.create(model=server.model, prompt="a", n=4, max_tokens=60, extra_body=extra)
     assert {choice.text.strip() for choice in whole.choices if choice.finish_reason == "stop"} <= texts

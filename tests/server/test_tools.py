@@ -24,9 +24,12 @@ pytest.importorskip("llguidance")
 TAGS = ["<tool_call>", "</tool_call>"]
 ASK: list[Any] = [{"role": "user", "content": "rain?"}]
 SCHEMA = {
-    "type": "object", "properties": {"town": {"$ref": "#/$defs/Town"}, "days": {"enum": [1, 2, 3]}},
-    "required": ["town", "days"], "additionalProperties": False, "$defs": {"Town": {"enum": ["Oslo", "Rome"]}},
-}  # fmt: skip
+    "type": "object",
+    "properties": {"town": {"$ref": "#/$defs/Town"}, "days": {"enum": [1, 2, 3]}},
+    "required": ["town", "days"],
+    "additionalProperties": False,
+    "$defs": {"Town": {"enum": ["Oslo", "Rome"]}},
+}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a town", "parameters": SCHEMA}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS: list[Any] = [WEATHER, CLOCK]
@@ -83,10 +86,13 @@ def assemble(stream: Any, n: int = 1) -> list[dict[str, Any]]:
 
 def as_whole(answer: Any) -> list[dict[str, Any]]:
     return [
-        {"content": choice.message.content or "", "reason": choice.finish_reason,
-         "calls": [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or []]}
+        {
+            "content": choice.message.content or "",
+            "reason": choice.finish_reason,
+            "calls": [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or []],
+        }
         for choice in answer.choices
-    ]  # fmt: skip
+    ]
 
 
 def check_arguments(name: str, arguments: str) -> None:
@@ -121,10 +127,14 @@ def test_required_calls_always_parse(server: Running, parallel: bool) -> None:
 
 def test_arguments_may_be_a_discriminated_union(server: Running) -> None:
     kinds = {
-        kind: {"type": "object", "required": ["kind"], "properties": {"kind": {"const": kind}},
-               "additionalProperties": False}
+        kind: {
+            "type": "object",
+            "required": ["kind"],
+            "properties": {"kind": {"const": kind}},
+            "additionalProperties": False,
+        }
         for kind in ("cat", "dog")
-    }  # fmt: skip
+    }
     pet = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "discriminator": {"propertyName": "kind"}}
     schema = {"type": "object", "required": ["pet"], "properties": {"pet": pet}, "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "feed", "parameters": {**schema, "$defs": kinds}}}
@@ -223,13 +233,19 @@ def test_strict_holds_where_the_model_decides(server: Running) -> None:
 # ---- what the model is told ------------------------------------------------------------------------------------------
 
 PAST: list[Any] = [
-    {"role": "system", "content": "Be short."}, *ASK,
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "abcdefgh1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Oslo"}'}},
-        {"id": "abcdefgh2", "type": "function", "function": {"name": "clock", "arguments": "{}"}}]},
+    {"role": "system", "content": "Be short."},
+    *ASK,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "abcdefgh1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Oslo"}'}},
+            {"id": "abcdefgh2", "type": "function", "function": {"name": "clock", "arguments": "{}"}},
+        ],
+    },
     {"role": "tool", "tool_call_id": "abcdefgh1", "content": "wet"},
     {"role": "tool", "tool_call_id": "abcdefgh2", "content": [{"type": "text", "text": "noon"}]},
-]  # fmt: skip
+]
 
 
 def told(server: Running, messages: list[Any], tools: list[Any] | None) -> str:
@@ -260,7 +276,7 @@ def test_a_template_that_does_not_is_told_in_words(server: Running) -> None:
     assert json.dumps(SCHEMA) in system
     assert '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>' in system
     assert rest == (
-        '<|user|>rain?<|end|><|assistant|>'
+        "<|user|>rain?<|end|><|assistant|>"
         '<tool_call>\n{"name": "weather", "arguments": {"town": "Oslo"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|end|>'
         "<|user|><tool_response>\nwet\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|end|><|assistant|>"
@@ -328,8 +344,12 @@ def test_faults_are_named(server: Running, fault: dict[str, Any], param: str, sa
 
 
 def test_tools_that_ask_for_nothing(server: Running) -> None:
-    for nothing in ({"tools": []}, {"tools": None, "tool_choice": None}, {"tool_choice": "none"},
-                    {"tools": [], "parallel_tool_calls": False, "tool_choice": "auto"}):  # fmt: skip
+    for nothing in (
+        {"tools": []},
+        {"tools": None, "tool_choice": None},
+        {"tool_choice": "none"},
+        {"tools": [], "parallel_tool_calls": False, "tool_choice": "auto"},
+    ):
         assert server.post("/v1/chat/completions", {"messages": ASK, "max_tokens": 1, **nothing}).status_code == 200
     assert check_error(server.post("/tokenize", {"prompt": "a", "tools": TOOLS}))["param"] == "tools"
 
@@ -361,13 +381,21 @@ TAGGED = f"<tool_call>\n{CALL}\n</tool_call>"
 TEXTS = [
     ("hermes", f"a <tool_call b {TAGGED}\n{TAGGED} and  more", "a <tool_call b and  more", 2),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"town": "}<tool_call>\\"{"}}</tool_call>', "", 1),
-    ("hermes", TAGGED[:-4], "", 1), ("hermes", TAGGED[:-16], TAGGED[:-16], 0), ("hermes", TAGGED[:30], TAGGED[:30], 0),
-    ("hermes", "<tool_call>", "<tool_call>", 0), ("hermes", "<tool_call>\n[1]", "<tool_call>\n[1]", 0),
-    ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", "", 2), ("mistral", f"[{CALL}]", "", 1), ("mistral", "[]", "[]", 0),
-    ("mistral", "[TOOL_CALLS", "[TOOL_CALLS", 0), ("mistral", f"see [{CALL}]", f"see [{CALL}]", 0),
-    ("mistral", "[1, 2]", "[1, 2]", 0), ("llama", f"<|python_tag|>{CALL}; {CALL}", "", 2),
-    ("llama", f"{CALL} so", " so", 1), ("llama", '{"a": 1}', '{"a": 1}', 0),
-]  # fmt: skip
+    ("hermes", TAGGED[:-4], "", 1),
+    ("hermes", TAGGED[:-16], TAGGED[:-16], 0),
+    ("hermes", TAGGED[:30], TAGGED[:30], 0),
+    ("hermes", "<tool_call>", "<tool_call>", 0),
+    ("hermes", "<tool_call>\n[1]", "<tool_call>\n[1]", 0),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", "", 2),
+    ("mistral", f"[{CALL}]", "", 1),
+    ("mistral", "[]", "[]", 0),
+    ("mistral", "[TOOL_CALLS", "[TOOL_CALLS", 0),
+    ("mistral", f"see [{CALL}]", f"see [{CALL}]", 0),
+    ("mistral", "[1, 2]", "[1, 2]", 0),
+    ("llama", f"<|python_tag|>{CALL}; {CALL}", "", 2),
+    ("llama", f"{CALL} so", " so", 1),
+    ("llama", '{"a": 1}', '{"a": 1}', 0),
+]
 
 
 @pytest.mark.parametrize(("form", "text", "content", "num_calls"), TEXTS, ids=range(len(TEXTS)))

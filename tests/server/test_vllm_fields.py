@@ -51,11 +51,12 @@ def test_variables_are_users_text(server: Running, monkeypatch: pytest.MonkeyPat
 GUIDED: list[tuple[dict[str, Any], set[str]]] = [
     ({"guided_regex": "(ab|cd){2}"}, {"abab", "abcd", "cdab", "cdcd"}),
     ({"guided_choice": ["red", "blue"]}, {"red", "blue"}),
-    ({"guided_grammar": 'start: "x" ("y" | "z")'}, {"xy", "xz"}), ({"guided_json": {"enum": [1, 2]}}, {"1", "2"}),
+    ({"guided_grammar": 'start: "x" ("y" | "z")'}, {"xy", "xz"}),
+    ({"guided_json": {"enum": [1, 2]}}, {"1", "2"}),
     ({"guided_json": '{"enum": [1, 2]}'}, {"1", "2"}),
     ({"guided_grammar": 'root ::= "x" tail # GBNF\ntail ::= "y" | [z]'}, {"xy", "xz"}),
     ({"structured_outputs": {"grammar": 'root ::= "x" "y"'}}, {"xy"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("extra", "texts"), GUIDED, ids=[str(extra)[:40] for extra, _ in GUIDED])
@@ -70,13 +71,20 @@ def test_guided_fields(server: Running, client: openai.OpenAI, extra: dict[str, 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("guided_grammar", "root ::= (", "GBNF"), ("guided_grammar", 'root ::= "a" nope', "nope"),
+        ("guided_grammar", "root ::= (", "GBNF"),
+        ("guided_grammar", 'root ::= "a" nope', "nope"),
         ("guided_json", {"type": "array", "uniqueItems": True}, "uniqueItems"),
         ("structured_outputs", {"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {
-            "properties": {"a": {"type": "array", "uniqueItems": True}}}}}, "uniqueItems"),
+        (
+            "response_format",
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"properties": {"a": {"type": "array", "uniqueItems": True}}}},
+            },
+            "uniqueItems",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_no_grammar_can_say_is_refused_by_the_clients_name(
     server: Running, field: str, value: Any, said: str
 ) -> None:
@@ -118,8 +126,10 @@ def test_token_ids_in_streams(server: Running, client: openai.OpenAI, llama: Tin
     answer = llama.answers[4]
     options: dict[str, Any] = {"model": server.model, "max_tokens": 8, "stream": True, **GREEDY}
     extra = {"return_token_ids": True}
-    events = [chunk.choices[0].model_extra for chunk in
-              client.completions.create(prompt=answer.prompt, extra_body=extra, **options)]  # fmt: skip
+    events = [
+        chunk.choices[0].model_extra
+        for chunk in client.completions.create(prompt=answer.prompt, extra_body=extra, **options)
+    ]
     assert [token for event in events for token in event["token_ids"]] == answer.tokens[:8]
     assert [event.get("prompt_token_ids") for event in events] == [answer.prompt] + [None] * (len(events) - 1)
     whole = server.post("/v1/chat/completions", {"messages": HI, "max_tokens": 8, **GREEDY, **extra}).json()
@@ -153,11 +163,28 @@ def test_prompts_are_truncated_from_the_left(server: Running, llama: TinyModel) 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_not_cut_by_stop_strings(server: Running, stream: bool) -> None:
     """Its text is the server's own business, and half a call is of no use."""
-    tool = {"type": "function", "function": {"name": "f", "parameters": {
-        "properties": {"a": {"const": "stop here"}}, "required": ["a"], "additionalProperties": False}}}  # fmt: skip
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "properties": {"a": {"const": "stop here"}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
     ban = {str(i): -100 for i in range(300) if not server.engine.tokenizer.decode([i]).strip()}
-    body = {"messages": HI, "tools": [tool], "stop": ["here", "{", '"'], "stop_token_ids": list(range(7, 100)),
-            "max_tokens": 110, "logit_bias": ban, "stream": stream, "truncate_prompt_tokens": 20}  # fmt: skip
+    body = {
+        "messages": HI,
+        "tools": [tool],
+        "stop": ["here", "{", '"'],
+        "stop_token_ids": list(range(7, 100)),
+        "max_tokens": 110,
+        "logit_bias": ban,
+        "stream": stream,
+        "truncate_prompt_tokens": 20,
+    }
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         sent = {**body, "tool_choice": choice, "parallel_tool_calls": False}
         answer = server.post("/v1/chat/completions", sent)

@@ -60,9 +60,15 @@ class Request:
 
     def sequence(self) -> Sequence:
         return Sequence(
-            self.seq_id, list(self.prompt), len(self.prompt), self.stop, PARAMS,
-            seed=self.first_value, priority=self.priority, cache_salt=self.salt,
-        )  # fmt: skip
+            self.seq_id,
+            list(self.prompt),
+            len(self.prompt),
+            self.stop,
+            PARAMS,
+            seed=self.first_value,
+            priority=self.priority,
+            cache_salt=self.salt,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,7 @@ class Setup:
         return self.num_blocks * self.block_size
 
     def scheduler(self) -> Scheduler:
-        limits = SchedulerLimits(
-            self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.decode_steps
-        )
+        limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.decode_steps)
         blocks = BlockManager(self.num_blocks, self.block_size, self.caching)
         return Scheduler(limits, blocks, make_policy(self.policy, self.max_wait_steps))
 
@@ -323,9 +327,12 @@ class Simulation:
             assert seq.seq_id not in self.outcomes, "ended twice"
             assert not seq.block_table
             self.outcomes[seq.seq_id] = Outcome(
-                seq.token_ids[seq.num_prompt :], seq.finish_reason or "", seq.num_preemptions,
-                seq.num_cached_tokens, self.num_steps,
-            )  # fmt: skip
+                seq.token_ids[seq.num_prompt :],
+                seq.finish_reason or "",
+                seq.num_preemptions,
+                seq.num_cached_tokens,
+                self.num_steps,
+            )
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:

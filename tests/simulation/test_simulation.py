@@ -170,9 +170,14 @@ def test_output_is_the_same_for_every_policy_cache_k_and_overlap() -> None:
         for num_blocks, block_size in [(17, 4), (40, 4), (68, 1), (9, 8)]:
             for decode_steps, depth in [(1, 0), (1, 2), (4, 1), (8, 0)]:
                 setup = Setup(
-                    num_blocks=num_blocks, block_size=block_size, decode_steps=decode_steps, depth=depth,
-                    policy=policy, max_wait_steps=max_wait_steps, caching=depth != 2,
-                )  # fmt: skip
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    decode_steps=decode_steps,
+                    depth=depth,
+                    policy=policy,
+                    max_wait_steps=max_wait_steps,
+                    caching=depth != 2,
+                )
                 assert outputs(setup) == base
 
 

@@ -87,13 +87,22 @@ def test_rope_scaling_linear_and_yarn(tmp_path):
     assert config_of(tmp_path, old_linear)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
     scaling = config_of(tmp_path, yarn, "qwen3")["rope_scaling"]
     assert scaling == {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
-    }  # fmt: skip
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
 
 
 def llama3(factor, high=4.0, context=8192):
-    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high,
-            "original_max_position_embeddings": context}  # fmt: skip
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -107,8 +116,12 @@ def test_llama3_divisors_agree_with_transformers():
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=131072,
-                         rope_parameters={**llama3(8.0), "rope_theta": 500000.0})  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=512,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters={**llama3(8.0), "rope_theta": 500000.0},
+    )
     inverse, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500000.0 ** (-torch.arange(0, 128, 2) / 128)
     expected = plain / torch.tensor(llama3_divisors(llama3(8.0), 500000.0, 128))

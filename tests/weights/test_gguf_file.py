@@ -43,8 +43,9 @@ def test_reads_what_the_gguf_package_writes(tmp_path):
     writer.add_array("ints", [1, -2, 3])
     plain = np.arange(12, dtype=np.float32).reshape(3, 4)
     half = np.arange(6, dtype=np.float16)
-    quantised = gguf.quants.quantize(np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32),
-                                     gguf.GGMLQuantizationType.Q8_0)  # fmt: skip
+    quantised = gguf.quants.quantize(
+        np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q8_0
+    )
     writer.add_tensor("plain", plain)
     writer.add_tensor("half", half)
     writer.add_tensor("q", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -71,8 +72,9 @@ def test_reads_what_the_gguf_package_writes(tmp_path):
 @pytest.mark.parametrize("version", [2, 3])
 def test_both_versions_and_alignment(tmp_path, version):
     alignment = entry("general.alignment", U32, u32(64))
-    data = raw_gguf([alignment], [info("t", [2], 0, 64)], b"\0" * 64 + struct.pack("<ff", 1, 2), version=version,
-                    alignment=64)  # fmt: skip
+    data = raw_gguf(
+        [alignment], [info("t", [2], 0, 64)], b"\0" * 64 + struct.pack("<ff", 1, 2), version=version, alignment=64
+    )
     assert parse(tmp_path, data).read("t").tolist() == [1.0, 2.0]
 
 
@@ -175,8 +177,17 @@ def test_every_kind_of_overwrite(sample):
     """Numbers that break careless readers, at random places of the header, within a bounded allocation."""
     path, data, header_len = sample
     rng = random.Random(0)
-    evil = [b"\xff" * 4, b"\xff" * 8, b"\0" * 8, struct.pack("<Q", 2**31), struct.pack("<Q", 2**32),
-            struct.pack("<Q", 2**63), struct.pack("<I", 9), struct.pack("<Q", 10**7), b"\x80"]  # fmt: skip
+    evil = [
+        b"\xff" * 4,
+        b"\xff" * 8,
+        b"\0" * 8,
+        struct.pack("<Q", 2**31),
+        struct.pack("<Q", 2**32),
+        struct.pack("<Q", 2**63),
+        struct.pack("<I", 9),
+        struct.pack("<Q", 10**7),
+        b"\x80",
+    ]
     parsed = 0
     tracemalloc.start()
     for _ in range(600):
@@ -189,8 +200,10 @@ def test_every_kind_of_overwrite(sample):
 
 
 @settings(max_examples=200, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=12)), max_size=4),
-       cut=st.none() | st.floats(0, 1))  # fmt: skip
+@given(
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=12)), max_size=4),
+    cut=st.none() | st.floats(0, 1),
+)
 def test_random_damage(sample, changes, cut):
     path, data, header_len = sample
     damaged = bytearray(data)

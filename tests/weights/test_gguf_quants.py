@@ -9,8 +9,16 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from nanovllm.weights.gguf_quants import OTHER_TYPES, TENSOR_TYPES, decode, dequantise
 
 # Where the float16 scales of a block are, so that random bytes can be made finite there.
-SCALES_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
-             "Q6_K": [208]}  # fmt: skip
+SCALES_AT = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
 
 
 def random_blocks(kind, num_blocks: int) -> np.ndarray:

@@ -15,10 +15,18 @@ from nanovllm.weights.resolve import cache_folder
 from nanovllm.weights.wheel_model import SMOLLM2, find_cached
 
 TEXTS = [
-    "", " ", "Hello, world!", "  two  spaces   three\n\n\tx  ", "你好，世界！", "😀👩‍👩‍👧‍👦 e\u0301 é",
-    "it's WE'LL I'm", "0 12 345 6789 3.14", "def f(x):\n    return x ** 2  # ok\r\n",
-    "a\u00a0b\u200bc", "ﬁ½ß ДЖ العربية",
-]  # fmt: skip
+    "",
+    " ",
+    "Hello, world!",
+    "  two  spaces   three\n\n\tx  ",
+    "你好，世界！",
+    "😀👩‍👩‍👧‍👦 e\u0301 é",
+    "it's WE'LL I'm",
+    "0 12 345 6789 3.14",
+    "def f(x):\n    return x ** 2  # ok\r\n",
+    "a\u00a0b\u200bc",
+    "ﬁ½ß ДЖ العربية",
+]
 
 
 def byte_level(pre="smollm", merges=(), words=(), **extra):

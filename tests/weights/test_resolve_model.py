@@ -239,11 +239,22 @@ def test_hub_fetches_data_files_only(tmp_path, monkeypatch, progress):
     assert resolve.hub_snapshot("a/b", True, progress) == tmp_path
     assert (seen["repo"], seen["local_files_only"]) == ("a/b", True)
     files = [
-        "config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja",
-        "model-00001-of-00002.safetensors", "model.safetensors.index.json",
-        "modeling_x.py", "pytorch_model.bin", "model.pt", "README.md", "consolidated.safetensors",
-        "original/model.safetensors", "onnx/config.json", "x.gguf",
-    ]  # fmt: skip
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "modeling_x.py",
+        "pytorch_model.bin",
+        "model.pt",
+        "README.md",
+        "consolidated.safetensors",
+        "original/model.safetensors",
+        "onnx/config.json",
+        "x.gguf",
+    ]
     kept = filter_repo_objects(files, allow_patterns=seen["allow_patterns"], ignore_patterns=seen["ignore_patterns"])
     assert list(kept) == files[:7]
     if not progress:

@@ -23,8 +23,14 @@ from nanovllm.hardware.host import cache_folder, cpu_fact
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = (
-    "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"
-)  # fmt: skip
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+)
 # With OpenMP, but not linked to a runtime of its own: torch's is already in the process, and two pools of threads
 # spinning on the same cores are slower than one thread. If that does not load, without OpenMP.
 VARIANTS = (("-fopenmp",), ())

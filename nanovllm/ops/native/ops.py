@@ -81,9 +81,7 @@ class NativeOps:
         _, _, num_kv_heads, head_dim = k_cache.shape
         if len(qkv) > MAX_ROWS or not _plain_enough(qkv, cos_sin, k_cache, v_cache, *(norm_weights or ())):
             angles = rotary.gather_angles(cos_sin, positions)
-            return qk_norm_rope.qk_norm_rope(
-                qkv, norm_weights, eps, angles, None, k_cache, v_cache, slots, num_q_heads
-            )
+            return qk_norm_rope.qk_norm_rope(qkv, norm_weights, eps, angles, None, k_cache, v_cache, slots, num_q_heads)
         q_weight, k_weight = (w.data_ptr() for w in norm_weights) if norm_weights else (None, None)
         q = qkv.new_empty(len(qkv), num_q_heads, head_dim)
         self._library.qk_norm_rope(
@@ -118,5 +116,3 @@ class NativeOps:
         if failed:
             raise MemoryError(f"no memory for the attention scores of {seqs} sequences of up to {longest} tokens")
         return out
-
-

@@ -3,6 +3,7 @@
 One program owns a tile of one row's output and reads the matching tiles of both halves of [tokens, 2 * size]. The
 activation is rounded to the input dtype before the product, as the twin does.
 """
+
 import torch
 import triton
 import triton.language as tl

@@ -3,6 +3,7 @@
 Conventions of this package. A kernel masks what its power-of-two tile covers beyond the data, so any head_dim or hidden
 size works. Addresses that grow with the cache (slot * stride) are int64: 2^31 elements are only 4 GB of bf16.
 """
+
 import functools
 
 import torch

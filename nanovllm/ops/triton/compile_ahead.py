@@ -7,6 +7,7 @@ themselves are asked: `compile_ahead(function)` runs the function with every lau
 runs on the GPU, so no kernel can trip over what another did not write), and a hook in Triton hands what would be
 compiled to a thread instead. What is missed here is compiled at its first launch, as always.
 """
+
 import os
 import threading
 from collections.abc import Callable

@@ -43,6 +43,7 @@ strides are arguments, so such a cache works, as a transposed view, but it is no
 One compilation serves every batch and context: what varies from step to step (num_splits, table width) is an argument
 that Triton does not specialise on. A compilation in the middle of a run costs half a second.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -124,9 +125,18 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["context_lens_ptr"])
 def merge_kernel(
-    parts_ptr, logsums_ptr, out_ptr, context_lens_ptr, num_splits, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    parts_ptr,
+    logsums_ptr,
+    out_ptr,
+    context_lens_ptr,
+    num_splits,
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    STEP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Weighted mean of one (row, q head)'s parts, TILE at a time, with the recurrence of the online softmax."""
     row_head = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row_head // NUM_Q_HEADS)
@@ -246,8 +256,12 @@ def decode_attention(
     assert out.is_contiguous()
     splits = launch.num_splits
     workspace = workspace or DecodeWorkspace.allocate(batch, num_q_heads, launch, head_dim, q.device)
-    shared = {"HEAD_DIM": head_dim, "D": next_power_of_2(head_dim), "STEP": max(MIN_KEYS, launch.block_n),
-              "WINDOW": window or 0}  # fmt: skip
+    shared = {
+        "HEAD_DIM": head_dim,
+        "D": next_power_of_2(head_dim),
+        "STEP": max(MIN_KEYS, launch.block_n),
+        "WINDOW": window or 0,
+    }
     decode_kernel[(batch * num_kv_heads, splits)](
         q, k_cache, v_cache, out, workspace.parts, workspace.logsums, context_lens, block_tables,
         scale * LOG2E, q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
@@ -256,9 +270,16 @@ def decode_attention(
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(batch * num_q_heads,)](
-            workspace.parts, workspace.logsums, out, context_lens, splits, NUM_Q_HEADS=num_q_heads, **shared,
-            TILE=MERGE_TILE, num_warps=2,
-        )  # fmt: skip
+            workspace.parts,
+            workspace.logsums,
+            out,
+            context_lens,
+            splits,
+            NUM_Q_HEADS=num_q_heads,
+            **shared,
+            TILE=MERGE_TILE,
+            num_warps=2,
+        )
     return out
 
 

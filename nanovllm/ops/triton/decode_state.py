@@ -10,6 +10,7 @@ lost token is better than a write into somebody else's block.
 One program owns all rows, because it also counts `step` up: with several, one could do so before another has read it.
 At 256 rows that is one pass of a few hundred nanoseconds.
 """
+
 import torch
 import triton
 import triton.language as tl

@@ -18,6 +18,7 @@ A program computes its outputs for all rows of x. Fusions, each a constexpr, mak
   writes silu(gate) * up.
 - residual (epilogue): added to the output, which is then the new residual stream. It may be `out` itself.
 """
+
 import torch
 import triton
 import triton.language as tl

@@ -17,6 +17,7 @@ No atomics, so the order is the same every time. Up to ONE_PROGRAM pairs (a deco
 one launch; beyond, two launches of at most MAX_PROGRAMS programs: 131,072 pairs and 128 slots are 512 pairs a program,
 8 chunks in each launch, in front of about 2 ms of products.
 """
+
 from dataclasses import dataclass
 
 import torch
@@ -143,7 +144,18 @@ def align(slots: torch.Tensor, num_slots: int, block_m: int) -> Alignment:
         counts = torch.empty((num_programs, num_slots), dtype=torch.int32, device=device)
         count_kernel[(num_programs,)](slots, counts, num_pairs, num_slots, stretch, **sizes)
     place_kernel[(num_programs,)](
-        slots, counts, order, ends, blocks, num_blocks, num_pairs, num_slots, stretch,
-        ROWS=16, BLOCK_M=block_m, COUNTED=num_programs > 1, **sizes,
-    )  # fmt: skip
+        slots,
+        counts,
+        order,
+        ends,
+        blocks,
+        num_blocks,
+        num_pairs,
+        num_slots,
+        stretch,
+        ROWS=16,
+        BLOCK_M=block_m,
+        COUNTED=num_programs > 1,
+        **sizes,
+    )
     return Alignment(order, ends, blocks, num_blocks)

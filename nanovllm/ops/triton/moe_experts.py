@@ -9,6 +9,7 @@ Low-rank experts (a split x, a product `between`) take the first two only.
 Shapes of all buffers and grids follow from T, k and S, nothing waits for the host: every path can be captured. The rows
 of an expert are computed alike whatever other pairs are in the call, since T and not the pairs choose the plan.
 """
+
 import torch
 
 from nanovllm.ops.triton.gemv import choose_block

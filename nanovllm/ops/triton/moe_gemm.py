@@ -27,6 +27,7 @@ x; with 4 stages two programs fit in 227 KB and 2 x 3 x 16 = 96 KB are in flight
 14336 columns): BLOCK_N = 32 still gives 256 programs for two experts and 1024 for eight, so K stays whole.
 Prefill multiplies: 128 x (128 + 128) x 64, 8 warps, reads 48 KB for 4.2 MFLOP, 87 FLOP a byte of shared memory.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -139,9 +140,20 @@ def gate_up_gemm(
     size, out_size = weight.shape[2], weight.shape[1] // 2
     out = torch.empty((len(rows.order), out_size), dtype=x.dtype, device=x.device)
     gate_up_kernel[_grid(rows, out_size, tile, x.device)](
-        x, weight, rows.order, rows.blocks, rows.num_blocks, out, x.stride(0), weight.stride(0),
-        SIZE=size, OUT_SIZE=out_size, TOP_K=top_k, SPLIT=x.shape[1] != size, **launch_options(block_m, size, tile),
-    )  # fmt: skip
+        x,
+        weight,
+        rows.order,
+        rows.blocks,
+        rows.num_blocks,
+        out,
+        x.stride(0),
+        weight.stride(0),
+        SIZE=size,
+        OUT_SIZE=out_size,
+        TOP_K=top_k,
+        SPLIT=x.shape[1] != size,
+        **launch_options(block_m, size, tile),
+    )
     return out
 
 
@@ -157,22 +169,40 @@ def down_gemm(
     """active [T * k, I] in sorted order, weight [S, H, I] -> out [T, k, H], times the router's weights."""
     out_size, size = weight.shape[1:]
     down_kernel[_grid(rows, out_size, tile, active.device)](
-        active, weight, rows.order, rows.blocks, rows.num_blocks, weights, out, weight.stride(0),
-        SIZE=size, OUT_SIZE=out_size, SHARED=False, **launch_options(block_m, size, tile),
-    )  # fmt: skip
+        active,
+        weight,
+        rows.order,
+        rows.blocks,
+        rows.num_blocks,
+        weights,
+        out,
+        weight.stride(0),
+        SIZE=size,
+        OUT_SIZE=out_size,
+        SHARED=False,
+        **launch_options(block_m, size, tile),
+    )
 
 
-def between_gemm(
-    active: torch.Tensor, weight: torch.Tensor, rows: Alignment, block_m: int, tile: Tile
-) -> torch.Tensor:
+def between_gemm(active: torch.Tensor, weight: torch.Tensor, rows: Alignment, block_m: int, tile: Tile) -> torch.Tensor:
     """active [T * k, I] and weight [R, I] -> [T * k, R], both in sorted order. Not one product over all rows: those
     of pairs without a slot were never written, and where a row stands would be another matter of the library's."""
     out_size, size = weight.shape
     out = torch.empty((len(active), out_size), dtype=active.dtype, device=active.device)
     down_kernel[_grid(rows, out_size, tile, active.device)](
-        active, weight, rows.order, rows.blocks, rows.num_blocks, active, out, 0,
-        SIZE=size, OUT_SIZE=out_size, SHARED=True, **launch_options(block_m, size, tile),
-    )  # fmt: skip
+        active,
+        weight,
+        rows.order,
+        rows.blocks,
+        rows.num_blocks,
+        active,
+        out,
+        0,
+        SIZE=size,
+        OUT_SIZE=out_size,
+        SHARED=True,
+        **launch_options(block_m, size, tile),
+    )
     return out
 
 
@@ -183,6 +213,11 @@ def _grid(rows: Alignment, out_size: int, tile: Tile, device: torch.device) -> t
 
 def launch_options(block_m: int, size: int, tile: Tile) -> dict:
     return {
-        "BLOCK_M": block_m, "BLOCK_N": tile.block_n, "BLOCK_K": min(tile.block_k, max(16, next_power_of_2(size))),
-        "GROUP": GROUP, "STREAM": block_m <= 32, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-    }  # fmt: skip
+        "BLOCK_M": block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": min(tile.block_k, max(16, next_power_of_2(size))),
+        "GROUP": GROUP,
+        "STREAM": block_m <= 32,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

@@ -10,6 +10,7 @@ card: enough without cutting K, so the order of every sum is fixed.
 The pair is the fastest index of the grid: two tokens that want the same expert read the same rows at the same time, and
 the second reading comes from the L2 cache. SPLIT and SHARED: as in `moe_gemm.py`.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -39,10 +40,19 @@ def _load(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def gate_up_gemv_kernel(
-    x_ptr, weight_ptr, slots_ptr, out_ptr, x_stride, slot_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    slots_ptr,
+    out_ptr,
+    x_stride,
+    slot_stride,
+    SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     pair = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
     if slot < 0:
@@ -69,9 +79,18 @@ def gate_up_gemv_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "weights_ptr"])
 def down_gemv_kernel(
-    x_ptr, weight_ptr, slots_ptr, weights_ptr, out_ptr, slot_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    slots_ptr,
+    weights_ptr,
+    out_ptr,
+    slot_stride,
+    SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     pair = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
     if slot < 0:
@@ -92,10 +111,20 @@ def gate_up_gemv(x: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor, blo
     size, out_size = weight.shape[2], weight.shape[1] // 2
     out = torch.empty((slots.numel(), out_size), dtype=x.dtype, device=x.device)
     gate_up_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
-        x, weight, slots, out, x.stride(0), weight.stride(0),
-        SIZE=size, OUT_SIZE=out_size, TOP_K=slots.shape[1], SPLIT=x.shape[1] != size,
-        BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
-    )  # fmt: skip
+        x,
+        weight,
+        slots,
+        out,
+        x.stride(0),
+        weight.stride(0),
+        SIZE=size,
+        OUT_SIZE=out_size,
+        TOP_K=slots.shape[1],
+        SPLIT=x.shape[1] != size,
+        BLOCK_N=block[0],
+        BLOCK_K=block[1],
+        num_warps=1,
+    )
     return out
 
 
@@ -110,9 +139,19 @@ def down_gemv(
     """active [T * k, I], weight [S, H, I] -> out [T, k, H], times the router's weights."""
     out_size, size = weight.shape[1:]
     down_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
-        active, weight, slots, weights, out, weight.stride(0),
-        SIZE=size, OUT_SIZE=out_size, SHARED=False, BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
-    )  # fmt: skip
+        active,
+        weight,
+        slots,
+        weights,
+        out,
+        weight.stride(0),
+        SIZE=size,
+        OUT_SIZE=out_size,
+        SHARED=False,
+        BLOCK_N=block[0],
+        BLOCK_K=block[1],
+        num_warps=1,
+    )
 
 
 def between_gemv(
@@ -122,7 +161,17 @@ def between_gemv(
     out_size, size = weight.shape
     out = torch.empty((slots.numel(), out_size), dtype=active.dtype, device=active.device)
     down_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
-        active, weight, slots, active, out, 0,
-        SIZE=size, OUT_SIZE=out_size, SHARED=True, BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1,
-    )  # fmt: skip
+        active,
+        weight,
+        slots,
+        active,
+        out,
+        0,
+        SIZE=size,
+        OUT_SIZE=out_size,
+        SHARED=True,
+        BLOCK_N=block[0],
+        BLOCK_K=block[1],
+        num_warps=1,
+    )
     return out

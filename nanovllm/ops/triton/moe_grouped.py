@@ -8,6 +8,7 @@ much. It also costs memory: [P, 2I] and [P, I], 1.4 GB there.
 
 Rows past the last bound (pairs without a slot) are not computed, whatever they hold.
 """
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,9 +21,16 @@ from nanovllm.ops.triton.moe_align import Alignment
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["order_ptr", "ends_ptr"])
 def gather_kernel(
-    x_ptr, order_ptr, ends_ptr, out_ptr, num_slots, x_stride,
-    SIZE: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    order_ptr,
+    ends_ptr,
+    out_ptr,
+    num_slots,
+    x_stride,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64)
     if position >= tl.load(ends_ptr + num_slots - 1):
         return

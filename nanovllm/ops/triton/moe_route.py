@@ -8,6 +8,7 @@ which therefore always names k different experts, and makes the weights NaN.
 `sum_pairs`: the k results of a token lie next to each other; one program adds a tile of them in fp32, j = 0, 1, ..., so
 the sum does not depend on timing, as atomic adds of the experts' kernels would.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +18,16 @@ from nanovllm.ops.triton.common import next_power_of_2
 
 @triton.jit(do_not_specialize_on_alignment=["logits_ptr"])
 def route_kernel(
-    logits_ptr, ids_ptr, weights_ptr, stride,
-    NUM_EXPERTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    ids_ptr,
+    weights_ptr,
+    stride,
+    NUM_EXPERTS: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E)
     left = e < NUM_EXPERTS
@@ -50,9 +58,17 @@ def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Te
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     if num_tokens:
         route_kernel[(num_tokens,)](
-            logits, ids, weights, logits.stride(0), NUM_EXPERTS=num_experts, E=next_power_of_2(num_experts),
-            TOP_K=top_k, K=next_power_of_2(top_k), RENORMALISE=renormalise, num_warps=1,
-        )  # fmt: skip
+            logits,
+            ids,
+            weights,
+            logits.stride(0),
+            NUM_EXPERTS=num_experts,
+            E=next_power_of_2(num_experts),
+            TOP_K=top_k,
+            K=next_power_of_2(top_k),
+            RENORMALISE=renormalise,
+            num_warps=1,
+        )
     return ids, weights
 
 

@@ -15,6 +15,7 @@ where a tile is [block_n, block_k, num_warps, num_stages] and kind is one of
     grouped   sorted rows through PyTorch's grouped product (`moe_grouped.py`); tiles are ignored
 `nanovllm bench moe --tune` measures and writes entries. Tokens beyond the last entry take the rule.
 """
+
 import functools
 import json
 from dataclasses import asdict, dataclass
@@ -185,8 +186,9 @@ def read_table(path: Path) -> list[tuple[tuple[str, int, int, int, int], int, Pl
 def _parse(entry: object, where: str) -> tuple[tuple[str, int, int, int, int], int, Plan]:
     if not isinstance(entry, dict) or not isinstance(entry.get("device"), str) or entry.get("kind") not in KINDS:
         raise ConfigError(f"{where}: needs a device and a kind of {', '.join(KINDS)}, is {entry!r}")
-    counts = [_integer(entry, name, where, 1, 1 << 30)
-              for name in ("hidden", "size", "top_k", "element_size", "max_tokens")]  # fmt: skip
+    counts = [
+        _integer(entry, name, where, 1, 1 << 30) for name in ("hidden", "size", "top_k", "element_size", "max_tokens")
+    ]
     block_m = _integer(entry, "block_m", where, 1, 256)
     tiles = [_parse_tile(entry.get(name), entry["kind"], f"{where}, {name}") for name in ("gate_up", "down")]
     if block_m != next_power_of_2(block_m) or (entry["kind"] == "tiles" and block_m < 16):
@@ -215,10 +217,17 @@ def _parse_tile(value: object, kind: str, where: str) -> Tile:
 def entry_of(device: str, shape: Shape, max_tokens: int, plan: Plan) -> dict:
     """What the table holds of a plan: the inverse of reading it."""
     return {
-        "device": device, "hidden": shape.hidden, "size": shape.size, "top_k": shape.top_k,
-        "element_size": shape.dtype.itemsize, "max_tokens": max_tokens, "kind": plan.kind, "block_m": plan.block_m,
-        "gate_up": list(asdict(plan.gate_up).values()), "down": list(asdict(plan.down).values()),
-    }  # fmt: skip
+        "device": device,
+        "hidden": shape.hidden,
+        "size": shape.size,
+        "top_k": shape.top_k,
+        "element_size": shape.dtype.itemsize,
+        "max_tokens": max_tokens,
+        "kind": plan.kind,
+        "block_m": plan.block_m,
+        "gate_up": list(asdict(plan.gate_up).values()),
+        "down": list(asdict(plan.down).values()),
+    }
 
 
 def write_table(path: Path, entries: list[dict]) -> None:

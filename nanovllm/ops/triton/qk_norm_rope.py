@@ -14,6 +14,7 @@ A head's kind decides what happens to its row, by masks, not by branches: q and 
 pass through with scale 1, cos 1 and sin 0. Arithmetic is fp32 and each element is rounded once. The norm is a
 constexpr: Llama, which has none, runs the same kernel without it.
 """
+
 import torch
 import triton
 import triton.language as tl

@@ -3,6 +3,7 @@
 A lane is a line of logits; rows[lane] is its row of the SamplerState, -1 for padding. Comparisons are made on
 `order`, the bits of a float as an unsigned number that sorts alike. A kernel that reads logits again edits them again.
 """
+
 from __future__ import annotations
 
 import torch
@@ -152,8 +153,9 @@ def scale_of(row, floats_ptr):
 
 
 @triton.jit
-def list_above(logits_ptr, row, position, vocab, peaks, bound, near_ptr, values_ptr, ids_ptr, state,
-               EDIT: tl.constexpr):  # fmt: skip
+def list_above(
+    logits_ptr, row, position, vocab, peaks, bound, near_ptr, values_ptr, ids_ptr, state, EDIT: tl.constexpr
+):
     """Lists the tokens at or above the bound, which lie in tiles whose maximum reaches it; their number, or one above
     CANDIDATES if there are more."""
     near = order(peaks) >= bound

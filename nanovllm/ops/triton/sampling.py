@@ -16,6 +16,7 @@ serves every mix of requests. Three launches, and a fourth for logprobs; none of
 
 What they share is in `sampler_common.py`, search and report in files of their own.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -65,7 +66,6 @@ from nanovllm.ops.triton.sampler_common import (
 from nanovllm.ops.triton.sampling_search import SEARCH_BLOCK, SEARCH_WARPS, search_kernel
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------
-
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -205,18 +205,46 @@ def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, stat
     drawn = Drawn(torch.empty(lanes, dtype=torch.int64, **where), raw_peaks, raw_sums)
     if lanes == 0:
         return drawn
-    data = (state.floats, state.ints, state.mask, state.counts, state.prompt, state.recent, state.edits_address,
-            state.words_address)  # fmt: skip
+    data = (
+        state.floats,
+        state.ints,
+        state.mask,
+        state.counts,
+        state.prompt,
+        state.recent,
+        state.edits_address,
+        state.words_address,
+    )
     sizes = (logits.stride(0), vocab, num_tiles)
     tiles_kernel[(lanes, triton.cdiv(num_tiles, tiles))](
         logits, rows, positions, peaks, sums, raw_peaks, raw_sums, *sizes, *data, TILES=tiles, num_warps=4
     )
     pick_kernel[(lanes,)](
-        logits, rows, positions, peaks, sums, *scratch(lanes, num_tiles, logits.device), drawn.tokens, *sizes,
-        state.seeds, *data, ALL_TILES=all_tiles(num_tiles), num_warps=8,
-    )  # fmt: skip
+        logits,
+        rows,
+        positions,
+        peaks,
+        sums,
+        *scratch(lanes, num_tiles, logits.device),
+        drawn.tokens,
+        *sizes,
+        state.seeds,
+        *data,
+        ALL_TILES=all_tiles(num_tiles),
+        num_warps=8,
+    )
     search_kernel[(lanes,)](
-        logits, rows, positions, peaks, sums, drawn.tokens, *sizes, state.seeds, *data,
-        ALL_TILES=all_tiles(num_tiles), BLOCK=SEARCH_BLOCK, num_warps=SEARCH_WARPS,
-    )  # fmt: skip
+        logits,
+        rows,
+        positions,
+        peaks,
+        sums,
+        drawn.tokens,
+        *sizes,
+        state.seeds,
+        *data,
+        ALL_TILES=all_tiles(num_tiles),
+        BLOCK=SEARCH_BLOCK,
+        num_warps=SEARCH_WARPS,
+    )
     return drawn

@@ -1,4 +1,5 @@
 """Logprobs of the tokens just drawn: the token's own, its rank, and the most likely tokens, without a sort."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -64,15 +65,19 @@ def report_kernel(
     bound = tl.maximum(kth_largest(order(peaks), num_top), _LEAST)
     if (num_top > 0) & ((bound > _LEAST) | (vocab <= _CAP)):
         state = (0, 0, 0, 0, 0, 0, 0, 0)
-        found = list_above(logits_ptr, row, row, vocab, peaks, bound, near_ptr + lane * num_tiles, values_ptr, ids_ptr,
-                           state, False)  # fmt: skip
+        found = list_above(
+            logits_ptr, row, row, vocab, peaks, bound, near_ptr + lane * num_tiles, values_ptr, ids_ptr, state, False
+        )
     out = lane * out_stride + step * WIDTH
     keys, ids = sorted_list(values_ptr, ids_ptr, tl.minimum(found, _CAP))
     c = tl.arange(0, _CAP)
     if found <= _CAP:
         tl.store(out_ids_ptr + out + 1 + c, ids, mask=c < num_top)
-        tl.store(out_logprobs_ptr + out + 1 + c, tl.where(c < found, unorder(keys) - log_total, float("-inf")),
-                 mask=c < num_top)  # fmt: skip
+        tl.store(
+            out_logprobs_ptr + out + 1 + c,
+            tl.where(c < found, unorder(keys) - log_total, float("-inf")),
+            mask=c < num_top,
+        )
     else:  # more equal logits than fit: the next one in order, num_top times
         last_key, last_id = tl.full([], 0xFFFFFFFF, dtype=tl.uint32), tl.full([], -1, dtype=tl.int32)
         for n in range(num_top):

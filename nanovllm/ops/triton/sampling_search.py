@@ -1,5 +1,6 @@
 """Draws that a list of candidates does not settle: from the whole row, and again among the more likely tokens while
 what was drawn is not kept (docs/sampling.md, section 5)."""
+
 from __future__ import annotations
 
 import triton
@@ -144,6 +145,17 @@ def search_kernel(
     token = tl.zeros([], dtype=tl.int32)
     any_left = tl.max(peaks, axis=0) > float("-inf")
     if any_left:
-        token = draw_from_row(logits_ptr + lane * stride, row, position, tl.load(seeds_ptr + row), vocab, peak, whole,
-                              lowest, scale, state, BLOCK)  # fmt: skip
+        token = draw_from_row(
+            logits_ptr + lane * stride,
+            row,
+            position,
+            tl.load(seeds_ptr + row),
+            vocab,
+            peak,
+            whole,
+            lowest,
+            scale,
+            state,
+            BLOCK,
+        )
     record(token, lane, row, position, vocab, any_left, tokens_ptr, state)

@@ -4,6 +4,7 @@ One program owns one token: it reads the token's slot once and copies its num_kv
 A negative slot is padding and stores nothing. The fused kernel in `qk_norm_rope.py` writes the cache on its own; this
 one serves models whose keys need other treatment first.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -13,11 +14,22 @@ from nanovllm.ops.triton.common import next_power_of_2
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def store_kv_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    k_stride, v_stride, block_stride, slot_stride,
-    HEAD_DIM: tl.constexpr, HEAD_STRIDE: tl.constexpr, CACHE_HEAD_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    k_stride,
+    v_stride,
+    block_stride,
+    slot_stride,
+    HEAD_DIM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    CACHE_HEAD_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
