@@ -46,7 +46,7 @@ def positive_int(config: Mapping[str, Any], name: str, default: int | None = Non
     if value is None:
         value = default
     if value is None:
-        raise ModelError(f"config.json has no {name!r}: is this a causal language model in Hugging Face layout?")
+        raise ModelError(f"config.json has no {name!r}: is this a causal language model in Hugging Face format?")
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
         raise ModelError(f"config.json: {name}={value!r} must be an integer in [1, {high}]")
     return value

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanovllm import LLM
+from tests.cli.runner import Run, make_runner
 from tests.tiny_models import TinyModel, build, save_tokenizer
 
 
@@ -20,6 +21,11 @@ def fresh_logger() -> Iterator[None]:
     """A logger remembers which levels it lets through, also while a test has patched its level: setLevel forgets."""
     yield
     logging.getLogger("nanovllm").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return make_runner(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -309,7 +309,7 @@ def test_a_missing_shard(make_llm: MakeLLM, tiny: Callable[[str], TinyModel], tm
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ("'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3ForCausalLM")),
         ({"architectures": []}, ("architectures=[]",)),
-        ({"vocab_size": ...}, ("'vocab_size'", "Hugging Face layout")),
+        ({"vocab_size": ...}, ("'vocab_size'", "Hugging Face format")),
         ({"vocab_size": 2**40}, ("vocab_size=1099511627776",)),
         ({"num_hidden_layers": -1}, ("num_hidden_layers=-1",)),
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000",)),

@@ -32,12 +32,12 @@ BLOCK_SIZE_FOR_ALL = 256  # every backend can read blocks of so many slots
 
 
 @dataclass(frozen=True)
-class Selection:
+class BackendChoice:
     backend: AttentionBackend
     reasons: dict[str, str]  # every backend's name -> "chosen", why it was refused, or that another came first
 
 
-def select_backend(wanted: str, specs: list[AttentionSpec], device: Device, block_size: int) -> Selection:
+def select_backend(wanted: str, specs: list[AttentionSpec], device: Device, block_size: int) -> BackendChoice:
     """An explicit choice that cannot serve is an error with the reason, never a silent replacement."""
     names = [backend.name for backend in BACKENDS]
     if wanted != "auto" and wanted not in names:
@@ -55,7 +55,7 @@ def select_backend(wanted: str, specs: list[AttentionSpec], device: Device, bloc
             reasons[backend.name] = "available"
     if chosen is None:
         raise ConfigError(f"attn_backend={wanted!r} cannot be used here: {reasons.get(wanted, reasons)}")
-    return Selection(chosen, reasons)
+    return BackendChoice(chosen, reasons)
 
 
 def attention_backend_info(device: Device | None = None) -> dict[str, Any]:

@@ -15,15 +15,15 @@ import transformers
 from tqdm import tqdm
 
 from nanovllm.bench.throughput import run_workload, warm_up
-from nanovllm.bench.workload import Lengths, Shape, Workload
+from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ModelError
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
 SHAPES = {
-    "1 prompt": Shape(1, Lengths(32, 32), Lengths(64, 64)),
-    "16 prompts": Shape(16, Lengths(32, 256), Lengths(64, 64)),
+    "1 prompt": WorkloadShape(1, Lengths(32, 32), Lengths(64, 64)),
+    "16 prompts": WorkloadShape(16, Lengths(32, 256), Lengths(64, 64)),
 }
 DROPPED = ("model_type", "dtype", "torch_dtype", "auto_map")  # said otherwise, or code we never run
 
@@ -73,7 +73,7 @@ def run_hf(model: Any, workload: Workload) -> tuple[float, list[list[int]]]:
     return seconds, new
 
 
-def compare(engine: LLMEngine, model: Any, shape: Shape, seed: int, repeat: int) -> dict[str, Any]:
+def compare(engine: LLMEngine, model: Any, shape: WorkloadShape, seed: int, repeat: int) -> dict[str, Any]:
     vocab_size = engine.model_config.vocab_size
     ours, theirs, agreements, wastes = [], [], [], []
     title = f"{shape.num_seqs} prompts against Hugging Face"
@@ -104,8 +104,10 @@ def compare(engine: LLMEngine, model: Any, shape: Shape, seed: int, repeat: int)
     }
 
 
-def compare_all(engine: LLMEngine, seed: int, repeat: int, shapes: dict[str, Shape] | None = None) -> dict[str, Any]:
+def compare_all(
+    engine: LLMEngine, seed: int, repeat: int, shapes: dict[str, WorkloadShape] | None = None
+) -> dict[str, Any]:
     model = load_hf(engine.config.model, engine.executor.dtype, engine.executor.device.torch_device)
     warm_up(engine, seed)
-    run_hf(model, Shape(2, Lengths(24, 24), Lengths(4, 4)).draw(seed, engine.model_config.vocab_size))
+    run_hf(model, WorkloadShape(2, Lengths(24, 24), Lengths(4, 4)).draw(seed, engine.model_config.vocab_size))
     return {name: compare(engine, model, shape, seed, repeat) for name, shape in (shapes or SHAPES).items()}

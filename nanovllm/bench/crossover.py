@@ -17,7 +17,7 @@ from nanovllm.attention.select import select_backend
 from nanovllm.bench.named import CEILINGS, decode_limit_seconds
 from nanovllm.bench.report import Series, plot_lines, print_table
 from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
-from nanovllm.bench.workload import Lengths, Shape, Workload
+from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
 from nanovllm.engine.llm_engine import LLMEngine
@@ -36,13 +36,13 @@ RATE = "decode tokens per second"
 
 
 @dataclass(frozen=True)
-class Sweep:
+class LengthSweep:
     backends: tuple[str, ...]
     batch_sizes: tuple[int, ...]
     input_lens: tuple[int, ...]
 
     @classmethod
-    def parse(cls, backends: str, batch_sizes: str, input_lens: str) -> Sweep:
+    def parse(cls, backends: str, batch_sizes: str, input_lens: str) -> LengthSweep:
         names = [name.strip() for name in backends.split(",")]
         # The first new token comes with the prompt: a decode step needs a second one.
         counts = parse_counts("--batch-sizes", batch_sizes, 1), parse_counts("--input-lens", input_lens, 2)
@@ -90,7 +90,7 @@ def does_not_fit(error: BaseException) -> bool:
     return is_out_of_memory(error) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
-def measure_sweep(config: EngineConfig, sweep: Sweep, repeat: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def measure_sweep(config: EngineConfig, sweep: LengthSweep, repeat: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(facts of the last engine that stood, rows: one a cell)."""
     facts: dict[str, Any] = {"hardware": None}
     rows = []
@@ -104,7 +104,7 @@ def measure_sweep(config: EngineConfig, sweep: Sweep, repeat: int) -> tuple[dict
 
 
 def measure_backend(
-    config: EngineConfig, sweep: Sweep, repeat: int
+    config: EngineConfig, sweep: LengthSweep, repeat: int
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     shapes = [(batch, length) for batch in sweep.batch_sizes for length in sweep.input_lens]
     rows = [
@@ -174,7 +174,7 @@ def decode_rate(engine: LLMEngine, workload: Workload) -> float:
 def _draw(engine: LLMEngine, batch: int, length: int, new: int, turn: int) -> Workload:
     """Other prompts every time, so that none is in the prefix cache; the same for every backend."""
     seed = engine.config.seed + 7919 * batch + length + 104729 * turn
-    return Shape(batch, Lengths(length, length), Lengths(new, new)).draw(seed, engine.model_config.vocab_size)
+    return WorkloadShape(batch, Lengths(length, length), Lengths(new, new)).draw(seed, engine.model_config.vocab_size)
 
 
 def _share(engine: LLMEngine, batch: int, length: int, rate: float) -> dict[str, float]:
@@ -207,7 +207,7 @@ def _names(rows: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def print_tables(sweep: Sweep, rows: list[dict[str, Any]]) -> None:
+def print_tables(sweep: LengthSweep, rows: list[dict[str, Any]]) -> None:
     found = {(row["backend"], row["batch_size"], row["input_len"]): row for row in rows}
     names = _names(rows)
     columns = ["input = output", *(names[backend] for backend in sweep.backends)]
@@ -228,7 +228,7 @@ def _winner(line: list[dict[str, Any]], names: dict[str, str]) -> tuple[str, str
     return ("-" if first is None else names[first["backend"]]), speedup
 
 
-def plot_sweep(path: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
+def plot_sweep(path: Any, sweep: LengthSweep, rows: list[dict[str, Any]]) -> None:
     """Throughput against batch, a chart for each length; below it the share of the card's limit and how busy the GPU
     was, where they are known."""
     names = _names(rows)

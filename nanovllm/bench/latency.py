@@ -18,13 +18,13 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.bench.report import summary
-from nanovllm.bench.workload import Shape
+from nanovllm.bench.workload import WorkloadShape
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
 from nanovllm.sampling_params import SamplingParams
 
 
-def measure_requests(engine: Any, shape: Shape, temperature: float, seed: int) -> dict[str, Any]:
+def measure_requests(engine: Any, shape: WorkloadShape, temperature: float, seed: int) -> dict[str, Any]:
     """Seconds; `between` are the gaps between any two tokens, `per_token` their mean over each request."""
     waits, gaps, means = [], [], []
     workload = shape.draw(seed, engine.model_config.vocab_size)

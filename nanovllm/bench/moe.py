@@ -39,16 +39,16 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.hardware.bandwidth import host_to_device_bandwidth
 from nanovllm.hardware.device import Device
+from nanovllm.lowrank.checkpoint import find_svd_folder, low_rank_forms, read_svd_metadata
+from nanovllm.lowrank.folder import FOLDER, write_metadata
+from nanovllm.memory.budget import GIB
+from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.cache import ExpertCache, ExpertStats
-from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.layer import MoeLayer
-from nanovllm.moe.sizing import GIB
+from nanovllm.moe.offload.cache import ExpertCache, ExpertStats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
-from nanovllm.weights.svd_checkpoint import find_svd_folder, low_rank_layouts, read_svd_metadata
-from nanovllm.weights.svd_folder import FOLDER, write_metadata
 
 VARIANTS = {"none": ("none", False), "lru": ("lru", False), "lfu": ("lfu", False), "lfu + prefetch": ("lfu", True)}
 PARTS = ("kernels", "offload")
@@ -84,7 +84,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class CacheSweep:
     """What is measured; lengths and counts already checked against the model."""
 
     cached: tuple[int, ...]  # experts a layer
@@ -93,7 +93,9 @@ class Sweep:
     routing: str
 
     @classmethod
-    def parse(cls, config: EngineConfig, model: ModelConfig, sizes: tuple[str, int, int], routing: str | None) -> Sweep:
+    def parse(
+        cls, config: EngineConfig, model: ModelConfig, sizes: tuple[str, int, int], routing: str | None
+    ) -> CacheSweep:
         """sizes = (cached, tokens, input_len), as the options say them."""
         assert model.moe is not None
         cached, num_tokens, input_len = sizes
@@ -168,7 +170,7 @@ EngineFor = Callable[[int, str], LLMEngine]
 
 def offload_config(config: EngineConfig, model: ModelConfig, cached: int, variant: str) -> EngineConfig:
     """Slots for `cached` experts in every layer and a ring of 2 x top_k, to the byte: powers of two divide exactly."""
-    facts = ModelFacts(model, _dtype(config, model).itemsize, layouts=low_rank_layouts(Path(config.model), model))
+    facts = ModelFacts(model, _dtype(config, model).itemsize, forms=low_rank_forms(Path(config.model), model))
     num_slots = cached * facts.num_sparse_layers + 2 * facts.top_k
     policy, prefetch = VARIANTS[variant]
     return replace(
@@ -188,7 +190,7 @@ def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def one_engine(config: EngineConfig, model: ModelConfig, sweep: Sweep) -> Iterator[EngineFor]:
+def one_engine(config: EngineConfig, model: ModelConfig, sweep: CacheSweep) -> Iterator[EngineFor]:
     """One engine serves all rows, with room for the most cached experts: to lock host memory for all experts takes
     longer than a row. With fewer cached the slots beyond are left alone."""
     assert model.moe is not None
@@ -264,7 +266,7 @@ def prepared(
     all_layers = read_model(config).num_layers
     with with_layers(config, num_layers) as smaller:
         model = read_model(smaller)
-        yield OffloadBench(smaller, config.model, model, Sweep.parse(smaller, model, sizes, routing), all_layers)
+        yield OffloadBench(smaller, config.model, model, CacheSweep.parse(smaller, model, sizes, routing), all_layers)
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ class OffloadBench:
     config: EngineConfig
     name: str  # of the model, as the user called it
     model: ModelConfig  # with as many layers as are measured
-    sweep: Sweep
+    sweep: CacheSweep
     all_layers: int  # of the model as it is
 
     def run(self, bandwidth_gbs: float | None, plot: Path | None) -> tuple[dict[str, Any], Rows]:
@@ -296,7 +298,9 @@ class OffloadBench:
         return f"offloaded experts, batch 1: {num} layers{fewer}, routing {self.sweep.routing}, {way}"
 
 
-def measure_offload(sweep: Sweep, seed: int, link: float | None, engine_for: EngineFor) -> tuple[dict[str, Any], Rows]:
+def measure_offload(
+    sweep: CacheSweep, seed: int, link: float | None, engine_for: EngineFor
+) -> tuple[dict[str, Any], Rows]:
     """(facts of the first engine, a row for each number of cached experts and each variant)."""
     facts: dict[str, Any] = {}
     rows: Rows = []
@@ -328,7 +332,9 @@ def check_slots(engine: LLMEngine, cached: int) -> dict[str, int]:
     return found
 
 
-def measure_decode(engine: LLMEngine, sweep: Sweep, seed: int, link: float | None) -> tuple[dict[str, Any], list[int]]:
+def measure_decode(
+    engine: LLMEngine, sweep: CacheSweep, seed: int, link: float | None
+) -> tuple[dict[str, Any], list[int]]:
     """What one sequence's decode took, after another one has warmed everything up; and the tokens it gave."""
     length, vocab = sweep.input_len, engine.model_config.vocab_size
     work = make_workload(random.Random(seed), 2, Lengths(length, length), Lengths(1, 1), vocab)

@@ -35,7 +35,7 @@ CACHE_BYTES = 160e6
 
 
 @dataclass(frozen=True)
-class ExpertShape:
+class KernelShape:
     name: str
     hidden: int
     size: int
@@ -47,14 +47,14 @@ class ExpertShape:
         return 3 * self.hidden * self.size
 
 
-MIXTRAL = ExpertShape("Mixtral-8x7B", 4096, 14336, 8, 2)
-MIXTRAL_LARGE = ExpertShape("Mixtral-8x22B", 6144, 16384, 8, 2)
-QWEN3_30B = ExpertShape("Qwen3-30B-A3B", 2048, 768, 128, 8)
+MIXTRAL = KernelShape("Mixtral-8x7B", 4096, 14336, 8, 2)
+MIXTRAL_LARGE = KernelShape("Mixtral-8x22B", 6144, 16384, 8, 2)
+QWEN3_30B = KernelShape("Qwen3-30B-A3B", 2048, 768, 128, 8)
 SHAPES = (MIXTRAL, QWEN3_30B)
 NAMED_SHAPES = {shape.name.lower(): shape for shape in (MIXTRAL, MIXTRAL_LARGE, QWEN3_30B)}
 
 
-def parse_shapes(text: str) -> tuple[ExpertShape, ...]:
+def parse_shapes(text: str) -> tuple[KernelShape, ...]:
     names = list(dict.fromkeys(word.strip().lower() for word in text.split(",")))
     if unknown := [name for name in names if name not in NAMED_SHAPES]:
         raise ConfigError(
@@ -64,11 +64,11 @@ def parse_shapes(text: str) -> tuple[ExpertShape, ...]:
     return tuple(NAMED_SHAPES[name] for name in names)
 
 
-def shape_of(model: ModelConfig, name: str) -> ExpertShape:
+def shape_of(model: ModelConfig, name: str) -> KernelShape:
     """`name`: the model as the user called it; a folder is known by its last part."""
     assert model.moe is not None
     moe = model.moe
-    return ExpertShape(Path(name).name, model.hidden_size, moe.intermediate_size, moe.num_experts, moe.top_k)
+    return KernelShape(Path(name).name, model.hidden_size, moe.intermediate_size, moe.num_experts, moe.top_k)
 
 
 def need_gpu(device: Device) -> None:
@@ -91,7 +91,7 @@ class Call:
 class MoeLab:
     """One layer's experts with random weights, and the calls to time on them."""
 
-    def __init__(self, device: Device, shape: ExpertShape, dtype: torch.dtype) -> None:
+    def __init__(self, device: Device, shape: KernelShape, dtype: torch.dtype) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
         where = {"dtype": dtype, "device": device.torch_device}
         num, hidden, size = shape.num_experts, shape.hidden, shape.size
@@ -150,9 +150,9 @@ class MoeLab:
         return time_on_device(replay, self.device) / len(calls)
 
     def plan_shape(self) -> Any:
-        from nanovllm.ops.triton.moe_tiles import Shape
+        from nanovllm.ops.triton.moe_tiles import MoeShape
 
-        return Shape(self.shape.hidden, self.shape.size, self.shape.top_k, self.dtype)
+        return MoeShape(self.shape.hidden, self.shape.size, self.shape.top_k, self.dtype)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def measure_decode(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...
 
 def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...] = PREFILL_TOKENS) -> list[dict]:
     """Our tiles and PyTorch's grouped product, whichever the table chooses; None where one cannot run here."""
-    from nanovllm.ops.triton.moe_tiles import Plan, choose_plan, default_plan
+    from nanovllm.ops.triton.moe_tiles import TileChoice, choose_plan, default_plan
 
     rows, where = [], lab.device.torch_device
     for num_tokens in tokens:
@@ -201,7 +201,7 @@ def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ..
             "tokens": num_tokens,
             "chosen": choose_plan(num_tokens, lab.plan_shape(), where).kind,
         }
-        for name, plan in (("tiles", tiles), ("grouped", Plan("grouped", 128))):
+        for name, plan in (("tiles", tiles), ("grouped", TileChoice("grouped", 128))):
             seconds = try_seconds(lab, [lab.whole(call, plan)])
             rate = None if seconds is None else flops / seconds
             row |= {
@@ -224,7 +224,7 @@ def try_seconds(lab: MoeLab, calls: list[Callable[[], object]]) -> float | None:
         return None
 
 
-def measure(device: Device, shapes: tuple[ExpertShape, ...] = SHAPES) -> dict[str, Any]:
+def measure(device: Device, shapes: tuple[KernelShape, ...] = SHAPES) -> dict[str, Any]:
     dtype = device.resolve_dtype("auto", "bfloat16")
     limits = measure_limits(device, dtype)
     found: dict[str, Any] = {"limits": limits, "decode": [], "prefill": []}
@@ -268,7 +268,7 @@ def _percent(value: float | None) -> str:
 # ---- tuning --------------------------------------------------------------------------------------------------------
 
 
-def candidates(num_tokens: int, shape: ExpertShape) -> list[tuple[str, int, list, list]]:
+def candidates(num_tokens: int, shape: KernelShape) -> list[tuple[str, int, list, list]]:
     """(kind, block_m, tiles of GEMM 1, tiles of GEMM 2) worth trying for so many tokens."""
     from nanovllm.ops.triton.moe_tiles import Tile
 
@@ -299,7 +299,7 @@ def candidates(num_tokens: int, shape: ExpertShape) -> list[tuple[str, int, list
     return found
 
 
-def tune(shapes: tuple[ExpertShape, ...], device: Device, tokens: tuple[int, ...] = TUNED_TOKENS) -> list[dict]:
+def tune(shapes: tuple[KernelShape, ...], device: Device, tokens: tuple[int, ...] = TUNED_TOKENS) -> list[dict]:
     """Entries for the table of tiles, for `moe_tiles.write_table`: the best plan for each number of tokens.
 
     A plan is judged by how its times compare with the rule's, averaged over two routings: every token draws its own
@@ -309,7 +309,7 @@ def tune(shapes: tuple[ExpertShape, ...], device: Device, tokens: tuple[int, ...
     """
     from tqdm import tqdm
 
-    from nanovllm.ops.triton.moe_tiles import Plan, default_plan, entry_of
+    from nanovllm.ops.triton.moe_tiles import TileChoice, default_plan, entry_of
 
     dtype, entries = device.resolve_dtype("auto", "bfloat16"), []
     for shape in shapes:
@@ -319,7 +319,7 @@ def tune(shapes: tuple[ExpertShape, ...], device: Device, tokens: tuple[int, ...
             judge = Judge(lab, num_tokens, rule)
             best = (WORTH, rule)
             for kind, block_m, first, second in candidates(num_tokens, shape):
-                plan = Plan(kind, block_m)
+                plan = TileChoice(kind, block_m)
                 for name, tiles in (("gate_up", first), ("down", second)):
                     timed = [(judge.part(replace(plan, **{name: tile}), name), tile) for tile in tiles]
                     if timed:
@@ -355,7 +355,7 @@ class Judge:
         return float("inf") if seconds is None else seconds
 
 
-def tune_table(shapes: tuple[ExpertShape, ...], device: Device, path: Path | None = None) -> list[dict[str, Any]]:
+def tune_table(shapes: tuple[KernelShape, ...], device: Device, path: Path | None = None) -> list[dict[str, Any]]:
     """Tunes, writes the table of tiles, and says what it now holds for these shapes: one row a number of tokens, with
     the plan that stood there before (None: no entry, the rule decided)."""
     from nanovllm.ops.triton import moe_tiles

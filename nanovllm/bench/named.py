@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.bench.throughput import run_workload
 from nanovllm.bench.workload import Lengths, Workload, make_workload
 from nanovllm.errors import ConfigError
+from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.facts import ModelFacts
 from nanovllm.moe.layer import MoeLayer
 
 if TYPE_CHECKING:

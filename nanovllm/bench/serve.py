@@ -105,7 +105,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerUnderTest:
     url: str
     model: str
     api_key: str | None = None
@@ -117,7 +117,7 @@ class Server:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
-async def ask(client: Any, server: Server, prompt: Any, num_tokens: int, seed: int) -> tuple[list[float], Any]:
+async def ask(client: Any, server: ServerUnderTest, prompt: Any, num_tokens: int, seed: int) -> tuple[list[float], Any]:
     """(when each event with text came, usage). Raises on anything but a whole stream."""
     body = {
         "model": server.model,
@@ -153,7 +153,7 @@ async def ask(client: Any, server: Server, prompt: Any, num_tokens: int, seed: i
     return came, usage
 
 
-async def _send_at(client: Any, server: Server, at: float, prompt: Any, num_tokens: int, seed: int) -> Seen:
+async def _send_at(client: Any, server: ServerUnderTest, at: float, prompt: Any, num_tokens: int, seed: int) -> Seen:
     await asyncio.sleep(max(0.0, at - time.perf_counter()))
     seen = Seen(send_delay=time.perf_counter() - at)
     try:
@@ -168,7 +168,7 @@ async def _send_at(client: Any, server: Server, at: float, prompt: Any, num_toke
     return seen
 
 
-async def _run(server: Server, load: Load, seed: int) -> tuple[list[Seen], float]:
+async def _run(server: ServerUnderTest, load: Load, seed: int) -> tuple[list[Seen], float]:
     import httpx
     from tqdm.asyncio import tqdm
 
@@ -200,7 +200,7 @@ def find_model(url: str, api_key: str | None) -> str:
         raise ConfigError(f"--url {url}: no list of models there ({error}); is a server running?") from None
 
 
-def measure(server: Server, load: Load, seed: int, slo: dict[str, float]) -> tuple[dict[str, Any], list[Seen]]:
+def measure(server: ServerUnderTest, load: Load, seed: int, slo: dict[str, float]) -> tuple[dict[str, Any], list[Seen]]:
     """`slo`: limits in seconds by name of TIMES; a request's own mean must stay within (ITL: its 99th percentile)."""
     try:
         seen, seconds = asyncio.run(_run(server, load, seed))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanovllm.bench.workload import Lengths, Shape, Workload
+from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
 from nanovllm.errors import EngineDeadError
 from nanovllm.sampling_params import SamplingParams
 
@@ -76,12 +76,12 @@ def run_workload(
 
 def warm_up(engine: LLMEngine, seed: int = 0) -> None:
     """First use of everything: allocations, kernels, threads."""
-    workload = Shape(2, Lengths(24, 24), Lengths(4, 4)).draw(~seed, engine.model_config.vocab_size)
+    workload = WorkloadShape(2, Lengths(24, 24), Lengths(4, 4)).draw(~seed, engine.model_config.vocab_size)
     run_workload(engine, workload, temperature=0.6, title="warming up")
     run_workload(engine, workload, temperature=0.0, title="warming up")
 
 
-def measure(engine: LLMEngine, shape: Shape, temperature: float, seed: int, repeat: int) -> dict[str, Any]:
+def measure(engine: LLMEngine, shape: WorkloadShape, temperature: float, seed: int, repeat: int) -> dict[str, Any]:
     warm_up(engine, seed)
     runs = []
     for index in range(repeat):

@@ -66,7 +66,7 @@ def make_workload(
 
 
 @dataclass(frozen=True)
-class Shape:
+class WorkloadShape:
     """A workload before its random numbers are drawn."""
 
     num_seqs: int

@@ -24,7 +24,7 @@ from nanovllm.cli.compress import compress
 from nanovllm.cli.options import ENGINE, SAMPLING, Command, with_options
 from nanovllm.cli.plan import PLAN, PlanOptions, make_plan, plan_record, show_plan
 from nanovllm.cli.serve import serve
-from nanovllm.cli.stream import InOrder, Speed, encode, note, run_requests
+from nanovllm.cli.stream import InOrder, SpeedMeter, encode, note, run_requests
 from nanovllm.cli.trace import trace
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ModelError, NanoVLLMError, RequestError
@@ -108,7 +108,7 @@ def generate(
         printer = InOrder(ids, [" ".join(text.split())[:60] for text in texts], params.n)
         if trace_file is not None:
             record(engine, trace_file)
-        speed = Speed(engine)
+        speed = SpeedMeter(engine)
         outputs, interrupted = run_requests(engine, inputs, params, ids, None if as_json else printer.show)
         if as_json:
             for output in outputs:
@@ -251,8 +251,8 @@ def load(config: EngineConfig) -> LLMEngine:
 
 
 def record(engine: LLMEngine, path: str) -> None:
-    from nanovllm.engine.readers import TraceFile
-    from nanovllm.engine.watch import engine_info
+    from nanovllm.engine.info import engine_info
+    from nanovllm.telemetry.readers import TraceFile
 
     model = engine.config.model
     name = Path(model).name if Path(model).exists() else model

@@ -87,7 +87,7 @@ def bench_serve(save: Save = False, plot: Plot = None, *, load: ServeLoadOptions
     report.check_plot(plot)
     key = os.environ.get("OPENAI_API_KEY")
     url = load.url.rstrip("/").removesuffix("/v1")
-    server = lab.Server(url, load.model or lab.find_model(url, key), key, load.ignore_eos, load.timeout)
+    server = lab.ServerUnderTest(url, load.model or lab.find_model(url, key), key, load.ignore_eos, load.timeout)
     asked = lab.Load(
         load.num_requests,
         load.rate,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nanovllm.bench.workload import Lengths, Shape
+from nanovllm.bench.workload import Lengths, WorkloadShape
 from nanovllm.cli.options import ENGINE, OptionGroup, with_options
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
@@ -27,8 +27,8 @@ class RequestOptions:
     temperature: float = 0.6
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.num_seqs, Lengths.parse(self.input_len), Lengths.parse(self.output_len))
+    def shape(self) -> WorkloadShape:
+        return WorkloadShape(self.num_seqs, Lengths.parse(self.input_len), Lengths.parse(self.output_len))
 
 
 REQUESTS = OptionGroup(
@@ -188,7 +188,7 @@ def crossover(
     from nanovllm.bench import report
 
     report.check_plot(plot)
-    sweep = lab.Sweep.parse(backends, batch_sizes, input_lens)
+    sweep = lab.LengthSweep.parse(backends, batch_sizes, input_lens)
     _set_threads(threads)
     sweep.check(config)
     facts, rows = lab.measure_sweep(config, sweep, repeat)
@@ -355,7 +355,7 @@ def schedulers(
 
     report.check_plot(plot)
     patience = 64 if config.max_wait_steps is None else config.max_wait_steps
-    trace = lab.REAL_TRACE if real else lab.Trace()
+    trace = lab.REAL_TRACE if real else lab.TrafficShape()
     trace = replace(trace, num_long=num_long or trace.num_long, num_short=num_short or trace.num_short, rate=rate)
     facts: dict[str, Any] = {"hardware": None}
     if real:
@@ -363,7 +363,7 @@ def schedulers(
         run: Any = functools.partial(_run_real, config, facts)
         sizes = lab.REAL_SIZES
     else:
-        server = lab.Server()
+        server = lab.SimulatedMachine()
         run = lambda jobs, policy, steps: lab.simulate(jobs, server, policy, steps)  # noqa: E731
         facts["cost_model"] = {
             "seconds_per_step": server.seconds_per_step,

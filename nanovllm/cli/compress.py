@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from nanovllm.cli.options import OptionGroup, with_options
-from nanovllm.compress.options import DEFAULT_RANK, Options, Swept
 from nanovllm.errors import ConfigError
+from nanovllm.lowrank.compress.options import DEFAULT_RANK, Options, Swept
 
 compress = typer.Typer(
     name="compress",
@@ -77,7 +77,7 @@ def pca(
 ) -> None:
     """Low-rank experts from the weights alone: quick, needs no text, and loses most."""
     _check_device(device)
-    from nanovllm.compress.distill import compress as run
+    from nanovllm.lowrank.compress.distill import compress as run
 
     show(run(model_path, None, output_dir, Options("pca", rank, dtype=dtype, w2_mode=w2_mode), device))
 
@@ -97,8 +97,8 @@ def calibrate(
 ) -> None:
     """Record what the experts of a model see."""
     _check_device(device)
-    from nanovllm.compress.calibrate import Source, collect
-    from nanovllm.compress.text import Writing
+    from nanovllm.lowrank.compress.calibrate import Source, collect
+    from nanovllm.lowrank.compress.text import Writing
 
     source = Source(text, num_prompts, Writing(max_new_tokens, temperature))
     found = collect(model_path, out, source, cap_per_group, device)
@@ -121,7 +121,7 @@ def distill(
 ) -> None:
     """Low-rank experts fitted to what they see: layer by layer, resumable, written beside and then put in place."""
     _check_device(device)
-    from nanovllm.compress.distill import compress as run
+    from nanovllm.lowrank.compress.distill import compress as run
 
     show(run(model_path, calib_path, output_dir, options, device))
 
@@ -142,12 +142,12 @@ def report(
     """Measure a sweep of ranks: KL to the teacher, perplexity, agreement, errors of each expert, bytes, tok/s here."""
     _check_device(device)
     from nanovllm.bench import report as page
-    from nanovllm.compress.report import COLUMNS, LOGARITHMIC, Plan, lines, summary, sweep
+    from nanovllm.lowrank.compress.report import COLUMNS, LOGARITHMIC, RankSweep, lines, summary, sweep
 
     page.check_plot(plot)
     if json_file:
         page.check_file("--json", json_file, b'{\n "benchmark": "compress"')
-    plan = Plan(text, parse_ranks(swept.ranks, model_path), options, device, swept.speed_tokens)
+    plan = RankSweep(text, parse_ranks(swept.ranks, model_path), options, device, swept.speed_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         findings = sweep(model_path, calib_path, plan, Path(scratch))
     page.print_table(f"low-rank experts of {model_path.name}", COLUMNS, findings.rows())
@@ -183,7 +183,7 @@ def parse_ranks(text: str, model_path: Path) -> list[int]:
 
 
 def show(metadata: object) -> None:
-    from nanovllm.weights.svd_folder import SvdMetadata
+    from nanovllm.lowrank.folder import SvdMetadata
 
     assert isinstance(metadata, SvdMetadata)
     errors = [found["layer"] for found in metadata.heldout_errors.values() if found["layer"] is not None]

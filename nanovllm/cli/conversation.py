@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from nanovllm.cli.stream import InOrder, Speed, note, run_requests
+from nanovllm.cli.stream import InOrder, SpeedMeter, note, run_requests
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ class Chat:
         self.opening = [{"role": "system", "content": system}] if system is not None else []
         self.messages = list(self.opening)
         self.outputs: list[RequestOutput] = []
-        self.speed = Speed(engine)
+        self.speed = SpeedMeter(engine)
         self.interactive = sys.stdin.isatty()
 
     def run(self) -> None:

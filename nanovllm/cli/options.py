@@ -178,7 +178,7 @@ ENGINE = OptionGroup(
     build=lambda values: EngineConfig.from_options(**values),
     common=frozenset({"model", "device", "dtype", "max_model_len", "gpu_memory_gb", "tensor_parallel_size", "seed"}),
     help={
-        "model": "A folder in Hugging Face layout, a .gguf file, a repository id, or smollm2.",
+        "model": "A folder in Hugging Face format, a .gguf file, a repository id, or smollm2.",
         "tokenizer": "Take the tokenizer from another model (same kinds of names).",
         "generation_config": "Sampling defaults: auto = the model's generation_config.json, vllm = not those, or a "
         "folder with another such file.",

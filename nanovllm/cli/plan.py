@@ -1,7 +1,7 @@
 """`nanovllm plan`: what of a model goes where on a given card, how long a context fits, how fast it can be at most.
 
-From config.json alone: no weights, no GPU, nothing is downloaded. The memory is that of moe/sizing.py, by which the
-engine decides too; the speed is that of moe/speed.py, or for several GPUs, of which each gets its part, that of
+From config.json alone: no weights, no GPU, nothing is downloaded. The memory is that of memory/budget.py, by which the
+engine decides too; the speed is that of memory/speed.py, or for several GPUs, of which each gets its part, that of
 scaling.py. torch is imported inside functions: `nanovllm --help` is instant.
 
     plan = make_plan(PlanOptions(model="DIR", gpu_memory_gb=11, host_memory_gb=64))
@@ -18,26 +18,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.options import ENGINE, OptionGroup
-from nanovllm.cli.plan_choice import choose
-from nanovllm.cli.scaling import Layout
 from nanovllm.cli.scaling_tables import (
     INSIDE,
     NETWORKS,
     Scaling,
     check_divides,
-    find_layout,
     find_machine,
+    find_topology,
     markdown,
     scaling_record,
     scaling_rows,
 )
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.memory.budget import GIB, DoesNotFit, Memory, Tiers, Wants, gib
+from nanovllm.memory.choice import choose
+from nanovllm.memory.facts import ModelFacts
+from nanovllm.memory.scaling import Topology
+from nanovllm.memory.speed import Links, SpeedEstimate, predict
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.cache import DISK_BANDWIDTH
-from nanovllm.moe.facts import ModelFacts
-from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, Tiers, Wants, gib
-from nanovllm.moe.speed import Links, Speed, predict
+from nanovllm.moe.offload.cache import DISK_BANDWIDTH
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,7 +133,7 @@ PLAN = OptionGroup(
 
 
 @dataclass(frozen=True)
-class Plan:
+class Estimate:
     options: PlanOptions
     model: ModelFacts
     memory: Memory
@@ -148,7 +148,7 @@ class Plan:
     def runs(self) -> bool:
         return self.tiers is not None
 
-    def speeds(self, batch: int) -> tuple[Speed, Speed]:
+    def speeds(self, batch: int) -> tuple[SpeedEstimate, SpeedEstimate]:
         """Of one GPU: (even routing, slow links, copying and computing in turns; skewed routing, fast links,
         overlapped)"""
         assert self.tiers is not None
@@ -193,38 +193,38 @@ class Plan:
         return shlex.join(words)
 
 
-def make_plan(options: PlanOptions) -> Plan:
+def make_plan(options: PlanOptions) -> Estimate:
     """Raises what the engine would for a wrong option or an unusable model; a card that is too small is in the plan."""
     config = options.engine_config()
-    layout = find_layout(options)
+    topology = find_topology(options)
     model = read_facts(config)
     check_divides(options, model.config)
-    model = replace(model, num_ranks=layout.num_ranks, expert_size=layout.expert_size)
-    memory = find_memory(options, layout)
+    model = replace(model, num_ranks=topology.num_ranks, expert_size=topology.expert_size)
+    memory = find_memory(options, topology)
     links, assumptions = find_links(options, memory)
     machine, said = find_machine(options, memory, (links[0].gpu_read, links[1].gpu_read))
     wants, tiers, refusal = choose(memory, model, options)
-    scaling = Scaling.of(model, layout, machine, said)
-    return Plan(options, model, memory, wants, tiers, refusal, links, assumptions, scaling)
+    scaling = Scaling.of(model, topology, machine, said)
+    return Estimate(options, model, memory, wants, tiers, refusal, links, assumptions, scaling)
 
 
-def fewest_gpus(plan: Plan) -> int | None:
+def fewest_gpus(plan: Estimate) -> int | None:
     """On one host, for a plan that does not fit: of how many such cards each has room for its part."""
     for num_ranks in (2, 4, 8, 16):
         more = replace(plan.options, tensor_parallel_size=num_ranks, expert_parallel_size=1, hosts=1)
         with contextlib.suppress(ConfigError):  # does not divide
             check_divides(more, plan.model.config)
             model = replace(plan.model, num_ranks=num_ranks, expert_size=1)
-            if num_ranks > plan.model.num_ranks and choose(find_memory(more, Layout(num_ranks)), model, more)[1]:
+            if num_ranks > plan.model.num_ranks and choose(find_memory(more, Topology(num_ranks)), model, more)[1]:
                 return num_ranks
     return None
 
 
-def make_table(plan: Plan) -> str:
+def make_table(plan: Estimate) -> str:
     """Of the plan's model and cards, whatever its number of them."""
 
-    def fit(model: ModelFacts, layout: Layout) -> tuple[Tiers | None, DoesNotFit | None]:
-        return choose(find_memory(plan.options, layout), model, plan.options)[1:]
+    def fit(model: ModelFacts, topology: Topology) -> tuple[Tiers | None, DoesNotFit | None]:
+        return choose(find_memory(plan.options, topology), model, plan.options)[1:]
 
     whole = replace(plan.model, num_ranks=1, expert_size=1)
     return markdown(plan.options, whole, plan.scaling.machine, fit)
@@ -232,24 +232,24 @@ def make_table(plan: Plan) -> str:
 
 def read_facts(config: EngineConfig) -> ModelFacts:
     from nanovllm.engine.defaults import resolve_max_model_len
+    from nanovllm.lowrank.checkpoint import low_rank_forms
     from nanovllm.models.registry import find_family
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model
-    from nanovllm.weights.svd_checkpoint import low_rank_layouts
 
     checkpoint = open_checkpoint(resolve_model(config.model, offline=True, progress=False))
     try:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        layouts = low_rank_layouts(checkpoint.path, model)
+        forms = low_rank_forms(checkpoint.path, model)
     finally:
         checkpoint.close()
     find_family(model)  # an architecture that this engine does not have is refused here, not after a download
     resolve_max_model_len(config, model)
     trained = resolve_max_model_len(replace(config, max_model_len=None), model)
-    return ModelFacts(model, 4 if config.dtype == "float32" else 2, trained, layouts)
+    return ModelFacts(model, 4 if config.dtype == "float32" else 2, trained, forms)
 
 
-def find_memory(options: PlanOptions, layout: Layout) -> Memory:
+def find_memory(options: PlanOptions, topology: Topology) -> Memory:
     """Of one rank: a card, and its part of its host."""
     from nanovllm.hardware.device import Device
 
@@ -257,7 +257,7 @@ def find_memory(options: PlanOptions, layout: Layout) -> Memory:
     if host_gb is not None and not 0 < host_gb < 2**20:
         raise ConfigError(f"host_memory_gb={host_gb}: must be a positive number of gigabytes, or left out")
     host = Device.choose("cpu").memory()[1] if host_gb is None else int(host_gb * GIB)
-    host //= layout.per_host
+    host //= topology.per_host
     if options.gpu_memory_gb is not None:
         return Memory(int(options.gpu_memory_gb * GIB), host, options.gpu_memory_utilization)
     device = Device.choose("auto")
@@ -305,7 +305,7 @@ def measure(device: Device) -> tuple[float, float]:
 # ---- what the user sees --------------------------------------------------------------------------------------------
 
 
-def plan_record(plan: Plan) -> dict[str, Any]:
+def plan_record(plan: Estimate) -> dict[str, Any]:
     record: dict[str, Any] = {
         "model": plan.options.model,
         "architecture": plan.model.config.architecture,
@@ -334,12 +334,12 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         for batch in BATCHES
         for low, high in [plan.speeds(batch)]
     }
-    if plan.scaling.layout.num_ranks > 1:
+    if plan.scaling.topology.num_ranks > 1:
         record["scaling"] = scaling_record(plan.scaling)
     return {**record, "settings": plan.settings, "command": plan.command}
 
 
-def show_plan(plan: Plan) -> None:
+def show_plan(plan: Estimate) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -350,13 +350,13 @@ def show_plan(plan: Plan) -> None:
     config = plan.model.config
     kind = f"{config.num_layers} layers"
     if config.moe is not None:
-        size = gib(plan.model.mean_expert_bytes) + (" (low-rank)" if plan.model.layouts else "")
+        size = gib(plan.model.mean_expert_bytes) + (" (low-rank)" if plan.model.forms else "")
         kind += f", {config.moe.num_experts} experts a layer of {size}, top {config.moe.top_k}"
     console.print(f"{plan.options.model}: {config.architecture}, {kind}")
-    layout = plan.scaling.layout
-    if layout.num_ranks > 1:
-        hosts = f"{layout.num_hosts} hosts" if layout.num_hosts > 1 else "one host"
-        console.print(f"{layout.num_ranks} GPUs on {hosts}; bytes below are those of each GPU")
+    topology = plan.scaling.topology
+    if topology.num_ranks > 1:
+        hosts = f"{topology.num_hosts} hosts" if topology.num_hosts > 1 else "one host"
+        console.print(f"{topology.num_ranks} GPUs on {hosts}; bytes below are those of each GPU")
     console.print(
         f"GPU {gib(plan.memory.gpu_bytes)}, of which {gib(plan.memory.usable_bytes)} may be used "
         f"(gpu_memory_utilization={plan.options.gpu_memory_utilization}); host {gib(plan.memory.host_bytes)}\n"
@@ -372,9 +372,9 @@ def show_plan(plan: Plan) -> None:
     for what, where, count, num_bytes in rows(plan):
         places.add_row(what, where, count, f"{num_bytes / GIB:.2f}")
     console.print(places)
-    if layout.num_ranks == 1 or plan.tiers.placement == "offload":
+    if topology.num_ranks == 1 or plan.tiers.placement == "offload":
         show_speeds(plan, console)
-    if layout.num_ranks > 1 and plan.tiers.placement == "resident":
+    if topology.num_ranks > 1 and plan.tiers.placement == "resident":
         show_scaling(plan, console)
     console.print(
         f"longest context: {plan.tiers.longest_context} tokens for one sequence; with the settings below "
@@ -385,7 +385,7 @@ def show_plan(plan: Plan) -> None:
     console.print(f"\nsettings:\n{plan.command}")
 
 
-def show_speeds(plan: Plan, console: Console) -> None:
+def show_speeds(plan: Estimate, console: Console) -> None:
     from rich.table import Table
 
     speeds = Table(
@@ -407,12 +407,12 @@ def show_speeds(plan: Plan, console: Console) -> None:
     console.print(
         f"Limits of the links, not promises; the range is from even routing to skewed. {'; '.join(plan.assumptions)}."
     )
-    if plan.scaling.layout.num_ranks > 1:
+    if plan.scaling.topology.num_ranks > 1:
         talking = ", ".join(f"{work.cost.talking * 1e3:.2f} ms for {work.name}" for work in plan.scaling.works)
         console.print(f"What the GPUs say to each other comes on top, in each step: {talking} (computed).")
 
 
-def show_scaling(plan: Plan, console: Console) -> None:
+def show_scaling(plan: Estimate, console: Console) -> None:
     from rich.table import Table
 
     heading, *found = scaling_rows(plan.scaling, plan.model)
@@ -430,12 +430,12 @@ def show_scaling(plan: Plan, console: Console) -> None:
     )
 
 
-def rate(speed: Speed) -> str:
+def rate(speed: SpeedEstimate) -> str:
     number = speed.tokens_per_second
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def rows(plan: Plan) -> list[tuple[str, str, str, int]]:
+def rows(plan: Estimate) -> list[tuple[str, str, str, int]]:
     """(what, where, how many, bytes)"""
     tiers, wants = plan.tiers, plan.wants
     assert tiers is not None

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.scaling import Cost, Layout, Link, Machine, decode_cost, prefill_cost
 from nanovllm.errors import ConfigError
+from nanovllm.memory.budget import GIB, DoesNotFit, Memory, Tiers
+from nanovllm.memory.facts import ModelFacts
+from nanovllm.memory.scaling import Cost, Link, Machine, Topology, decode_cost, prefill_cost
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.facts import ModelFacts
-from nanovllm.moe.sizing import GIB, DoesNotFit, Memory, Tiers
 
 if TYPE_CHECKING:
     from nanovllm.cli.plan import PlanOptions
@@ -37,7 +37,7 @@ NETWORKS = {
 CONTEXT = 1024
 PROMPTS = 16
 TABLE_GPUS, TABLE_HOSTS = (1, 2, 4, 8), (1, 2, 4)
-CostOf = Callable[[ModelFacts, Layout, Machine], Cost]
+CostOf = Callable[[ModelFacts, Topology, Machine], Cost]
 
 
 @dataclass(frozen=True)
@@ -67,26 +67,26 @@ WORKS: tuple[tuple[str, int, CostOf], ...] = (
 
 @dataclass(frozen=True)
 class Scaling:
-    layout: Layout
+    topology: Topology
     machine: Machine
     works: tuple[Work, ...]
     assumptions: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: ModelFacts, layout: Layout, machine: Machine, assumptions: tuple[str, ...]) -> Scaling:
+    def of(cls, model: ModelFacts, topology: Topology, machine: Machine, assumptions: tuple[str, ...]) -> Scaling:
         """`model`: facts of one rank."""
         whole = replace(model, num_ranks=1, expert_size=1)
         works = tuple(
-            Work(name, tokens, cost(model, layout, machine), cost(whole, Layout(), machine))
+            Work(name, tokens, cost(model, topology, machine), cost(whole, Topology(), machine))
             for name, tokens, cost in WORKS
         )
-        return cls(layout, machine, works, assumptions)
+        return cls(topology, machine, works, assumptions)
 
 
 # ---- from options --------------------------------------------------------------------------------------------------
 
 
-def find_layout(options: PlanOptions) -> Layout:
+def find_topology(options: PlanOptions) -> Topology:
     ranks, hosts = options.tensor_parallel_size, options.hosts
     if not 1 <= hosts <= 1024 or ranks % hosts:
         good = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -94,7 +94,7 @@ def find_layout(options: PlanOptions) -> Layout:
             f"hosts={hosts}: tensor_parallel_size={ranks} counts the GPUs of all hosts together, as many on each; "
             f"possible: {good}"
         )
-    return Layout(ranks, hosts, options.expert_parallel_size)
+    return Topology(ranks, hosts, options.expert_parallel_size)
 
 
 def check_divides(options: PlanOptions, model: ModelConfig) -> None:
@@ -159,22 +159,22 @@ def scaling_record(scaling: Scaling) -> dict[str, Any]:
         }
         for work in scaling.works
     }
-    parts = {"layout": dataclasses.asdict(scaling.layout), "machine": dataclasses.asdict(scaling.machine)}
+    parts = {"topology": dataclasses.asdict(scaling.topology), "machine": dataclasses.asdict(scaling.machine)}
     return {**parts, "works": works, "assumptions": list(scaling.assumptions)}
 
 
 def scaling_rows(scaling: Scaling, model: ModelFacts) -> list[list[str]]:
     """The first row is the heading."""
     per_token = model.config.hidden_size * model.itemsize
-    times = 2 - (scaling.layout.expert_size > 1 and bool(model.num_sparse_layers))
+    times = 2 - (scaling.topology.expert_size > 1 and bool(model.num_sparse_layers))
     names = ["", "tokens a second", "speed-up", "computing ms", "talking ms"]
     names += ["MB all-reduced a layer", "MB a GPU sends"]
-    names += ["of it all-to-all"] * (times == 1) + ["MB a host sends"] * (scaling.layout.num_hosts > 1)
+    names += ["of it all-to-all"] * (times == 1) + ["MB a host sends"] * (scaling.topology.num_hosts > 1)
     found = [names]
     for work in scaling.works:
         cost = work.cost
         sizes = [times * work.tokens * per_token, cost.sent_bytes]
-        sizes += [cost.exchanged_bytes] * (times == 1) + [cost.network_bytes] * (scaling.layout.num_hosts > 1)
+        sizes += [cost.exchanged_bytes] * (times == 1) + [cost.network_bytes] * (scaling.topology.num_hosts > 1)
         found.append(
             [
                 work.name,
@@ -196,7 +196,7 @@ def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.3g}" if num_bytes < 1e9 else f"{num_bytes / 1e6:,.0f}"
 
 
-FitOf = Callable[[ModelFacts, Layout], "tuple[Tiers | None, DoesNotFit | None]"]
+FitOf = Callable[[ModelFacts, Topology], "tuple[Tiers | None, DoesNotFit | None]"]
 
 
 def markdown(options: PlanOptions, model: ModelFacts, machine: Machine, fit: FitOf) -> str:
@@ -215,19 +215,19 @@ def markdown(options: PlanOptions, model: ModelFacts, machine: Machine, fit: Fit
 
 
 def _row(options: PlanOptions, model: ModelFacts, machine: Machine, fit: FitOf) -> list[str]:
-    layout = find_layout(options)
-    row = [str(layout.num_ranks), str(layout.num_hosts)]
+    topology = find_topology(options)
+    row = [str(topology.num_ranks), str(topology.num_hosts)]
     blank = ["-"] * (2 * len(WORKS))
     try:
         check_divides(options, model.config)
     except ConfigError:
         return [*row, "does not divide", "-", *blank]
-    facts = replace(model, num_ranks=layout.num_ranks, expert_size=layout.expert_size)
+    facts = replace(model, num_ranks=topology.num_ranks, expert_size=topology.expert_size)
     row.append(f"{(facts.dense_bytes + facts.all_experts_bytes) / GIB:.1f}")
-    tiers, _ = fit(facts, layout)
+    tiers, _ = fit(facts, topology)
     if tiers is None or tiers.placement == "offload":
         return [*row, "does not fit", *blank]
     row.append(f"{tiers.kv_tokens:,}")
-    for work in Scaling.of(facts, layout, machine, ()).works:
+    for work in Scaling.of(facts, topology, machine, ()).works:
         row += [_rate(work.tokens_per_second), f"{work.speedup:.2f}"]
     return row

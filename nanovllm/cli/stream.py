@@ -94,7 +94,7 @@ def run_requests(
     return outputs, interrupted
 
 
-class Speed:
+class SpeedMeter:
     """What the engine did between two points in time, in one line."""
 
     def __init__(self, engine: LLMEngine) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from nanovllm.cli.stream import note
-from nanovllm.engine.replay import read_trace
 from nanovllm.errors import ConfigError
+from nanovllm.telemetry.trace import read_trace
 
 trace = typer.Typer(name="trace", help="Look at a recorded run of the engine.", no_args_is_help=True)
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="What `nanovllm serve --trace FILE` wrote.")]

@@ -27,11 +27,11 @@ from typing import Any, TypeVar
 from nanovllm.config import EngineConfig
 from nanovllm.engine.inputs import EngineInput, Prompt
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.readers import Reader
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.outputs import RequestDelta, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.policy import make_policy
+from nanovllm.telemetry.readers import Reader
 
 logger = logging.getLogger("nanovllm")
 T = TypeVar("T")

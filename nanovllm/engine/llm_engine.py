@@ -25,12 +25,10 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.generation_config import read_sampling_defaults
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
-from nanovllm.engine.stats import StepStats
-from nanovllm.engine.watch import Watcher
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.hardware.device import is_out_of_memory
+from nanovllm.memory.budget import refuse_without_experts
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.sizing import refuse_without_experts
 from nanovllm.outputs import RequestDelta, RequestMetrics, gather
 from nanovllm.ranks.choose import choose_executor
 from nanovllm.runner.limits import StepLimits
@@ -42,6 +40,8 @@ from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.scheduling.policy import make_policy
 from nanovllm.scheduling.scheduler import Scheduler, SchedulerLimits
 from nanovllm.scheduling.sequence import Sequence, StopRule
+from nanovllm.telemetry.feed import Watcher
+from nanovllm.telemetry.stats import StepStats
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
@@ -65,10 +65,9 @@ class LLMEngine:
             self.executor = make_executor(config, self.model_config, checkpoint, device, limits)
         finally:
             checkpoint.close()
+        decode_steps = config.decode_steps or self.executor.decode_steps
         self.scheduler = Scheduler(
-            SchedulerLimits(
-                config.max_num_seqs, max_tokens, self.max_model_len, config.decode_steps or self.executor.decode_steps
-            ),
+            SchedulerLimits(config.max_num_seqs, max_tokens, self.max_model_len, decode_steps),
             BlockManager(self.executor.layout.num_blocks, block_size, config.enable_prefix_caching),
             make_policy(config.scheduling_policy, config.max_wait_steps),
             text_stop=lambda seq: self._by_seq[seq.seq_id][1].find_stop(),
@@ -88,8 +87,7 @@ class LLMEngine:
         self._changing = False  # also after a change that an exception cut short
         self._last_landing = 0.0
         self._num_grammars = 0  # running requests with one
-        self._seq_ids = itertools.count()
-        self._request_count = itertools.count()
+        self._seq_ids, self._request_count = itertools.count(), itertools.count()
         self._closed = False
 
     # ---- requests ----------------------------------------------------------------------------------------------
@@ -146,16 +144,13 @@ class LLMEngine:
 
     def _sequence(self, parsed: EngineInput, params: SamplingParams, seed: int) -> Sequence:
         room = self.max_model_len - len(parsed.token_ids)
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        ends = (frozenset(eos), frozenset(params.stop_token_ids or ()))
         return Sequence(
             seq_id=next(self._seq_ids),
             token_ids=list(parsed.token_ids),
             num_prompt=len(parsed.token_ids),
-            stop=StopRule(
-                max_tokens=min(params.max_tokens or room, room),
-                min_tokens=params.min_tokens,
-                eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids),
-                stop_token_ids=frozenset(params.stop_token_ids or ()),
-            ),
+            stop=StopRule(min(params.max_tokens or room, room), params.min_tokens, *ends),
             params=params,
             seed=seed,
             cache_salt=parsed.cache_salt,

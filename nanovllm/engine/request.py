@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import EngineInput
-from nanovllm.moe.cache import ExpertStats
+from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.outputs import CompletionDelta, Logprob, PositionLogprobs, RequestDelta, RequestMetrics
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.structured import Grammar

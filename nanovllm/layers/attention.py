@@ -77,14 +77,7 @@ class Attention(Layer):
     def mix(self, qkv: torch.Tensor, rope: Rope, step: Step, cache: KVCache) -> torch.Tensor:
         """All between the two projections: [tokens, (heads + 2 kv_heads) * head_dim] -> [tokens, heads * head_dim]."""
         norms = None if self.head_norm_eps is None else (self.q_norm.weight, self.k_norm.weight)
-        q = self.ops.qk_norm_rope(  # [tokens, heads, head_dim]; this step's K and V are in the cache after it
-            qkv,
-            norms,
-            self.head_norm_eps or 0.0,
-            rope.angles,
-            rope.positions,
-            *cache,
-            step.attention.slots,
-            self.spec.num_heads,
-        )
+        places = (rope.angles, rope.positions, *cache, step.attention.slots)
+        # q: [tokens, heads, head_dim]. This step's K and V are in the cache afterwards.
+        q = self.ops.qk_norm_rope(qkv, norms, self.head_norm_eps or 0.0, *places, self.spec.num_heads)
         return self.backend.attend(q, *cache, step.attention, self.spec).flatten(1)

@@ -21,7 +21,8 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import Experts, MakeExperts, MoeLayer, ResidentExperts
+from nanovllm.moe.layer import Experts, MakeExperts, MoeLayer
+from nanovllm.moe.resident import ResidentExperts
 from nanovllm.weights.rules import Rule
 
 
@@ -68,16 +69,8 @@ class DecoderLayer(Layer):
         self.ops = build.ops
         self.fuses = config.moe is None and build.parallel.size == 1  # sums over ranks or experts stand in between
         self.attention_norm = RMSNorm(config.hidden_size, eps, build)
-        self.attention = Attention(
-            config.hidden_size,
-            spec,
-            config.num_kv_heads,
-            parts.backend,
-            build,
-            qkv_bias=style.qkv_bias,
-            out_bias=style.out_bias,
-            head_norm_eps=eps if style.head_norm else None,
-        )
+        sizes, biases = (config.hidden_size, spec, config.num_kv_heads), (style.qkv_bias, style.out_bias)
+        self.attention = Attention(*sizes, parts.backend, build, *biases, eps if style.head_norm else None)
         self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
         if config.moe is not None and config.moe.layers[index]:
             self.mlp = MoeLayer(config.moe, config.hidden_size, make_experts(index, config, parts), build)

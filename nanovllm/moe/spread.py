@@ -11,7 +11,7 @@ layer's experts in order, and k choices a token:
     5. sum          of a token's rows, in the order of its choices: the same numbers whoever computed them
     6. gather       of the slices: attention, which is tensor-parallel, wants all tokens on all ranks
 
-With more ranks than groups, an expert is cut over the n / e ranks of its group (weights/expert_layout.py). A row is
+With more ranks than groups, an expert is cut over the n / e ranks of its group (weights/expert_form.py). A row is
 then sent to each of them, and their parts are added in step 5: no second kind of group, no other sum.
 
 What it moves, in numbers a rank sends, T tokens of size H: 2 and 4 together 2 T k H (n - 1) / n^2 (times n / e), 6
@@ -29,7 +29,7 @@ import torch
 
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.ops.opset import Ops
-from nanovllm.weights.expert_layout import ExpertLayout
+from nanovllm.weights.expert_form import ExpertForm
 
 EXTRA = 8  # bytes of a row besides the numbers: the expert's, int32, and its weight, float32
 
@@ -38,7 +38,7 @@ class HostedExperts(Protocol):
     """This rank's experts: see Factors and ResidentExperts."""
 
     ops: Ops
-    layout: ExpertLayout
+    form: ExpertForm
 
     def enter(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -61,7 +61,7 @@ class Spread:
         out = x.new_zeros(each, x.shape[1])
         x, ids, weights = x[mine], ids[mine], weights[mine]
         # Kernels are not asked about no rows at all; but a rank without tokens has experts that others wait for.
-        z = experts.enter(x) if len(x) else x.new_empty(0, experts.layout.in_size)
+        z = experts.enter(x) if len(x) else x.new_empty(0, experts.form.in_size)
         rows = self._visit(experts, z, ids, weights)
         if len(x):
             out[: len(x)] = experts.leave(experts.ops.sum_pairs(rows))
@@ -78,7 +78,7 @@ class Spread:
         sent, received = torch.stack([counts, ranks.exchange_counts(counts)]).tolist()
         local, share = (ids % self._num_here).flatten()[pairs], weights.flatten()[pairs]
         came = ranks.exchange_rows(_pack(z[pairs // top_k], local, share), sent, received)
-        found, out_size = z.new_empty(0, experts.layout.out_size), experts.layout.out_size
+        found, out_size = z.new_empty(0, experts.form.out_size), experts.form.out_size
         if len(came):
             theirs, slots, share = _unpack(came, z.dtype)
             found = experts.pairs(theirs, slots[:, None], share[:, None])[:, 0]

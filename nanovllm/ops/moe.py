@@ -8,7 +8,7 @@ them as the probability does but is exact: implementations whose exp differs in 
 
     out[t, j] = weights[t, j] * down[s] @ (silu(gate_up[s, :I] @ x[t]) * (gate_up[s, I:] @ x[t])),    s = slots[t, j].
 
-Low-rank experts (weights/expert_layout.py) are the same with other sizes and two additions:
+Low-rank experts (weights/expert_form.py) are the same with other sizes and two additions:
 
     x [T, 2K] where gate_up is [S, 2I, K]    gate reads the first half of a row, up the second
     between [R, I], down [S, H, R]           silu(gate) * up is multiplied by `between`, the same for all, before down

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from nanovllm.hardware.device import Device
-from nanovllm.moe.cache import ExpertStats
+from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.model_runner import InFlight
 from nanovllm.scheduling.plan import StepPlan

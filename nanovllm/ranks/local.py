@@ -15,8 +15,8 @@ from nanovllm.errors import EngineDeadError
 from nanovllm.hardware.device import Device, keep_for_ever
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.cache import ExpertStats
-from nanovllm.moe.offload import Offload
+from nanovllm.moe.offload.cache import ExpertStats
+from nanovllm.moe.offload.offload import Offload
 from nanovllm.runner.build import Blueprint, build_model, logged
 from nanovllm.runner.expert_memory import card_bytes
 from nanovllm.runner.limits import StepLimits

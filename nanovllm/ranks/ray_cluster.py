@@ -26,7 +26,7 @@ from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import LOOPBACK, connect, limit_waiting, open_store
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.cache import ExpertStats
+from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.ranks.faults import FAILED, GRACE_SECONDS, LOST, STARTUP_SECONDS, Report, collect_reports, name_cause
 from nanovllm.ranks.local import ALONE
 from nanovllm.ranks.several import check_sizes, options_for

@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.attention.select import Selection, select_backend
+from nanovllm.attention.select import BackendChoice, select_backend
 from nanovllm.config import EngineConfig
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
+from nanovllm.lowrank.checkpoint import RULES as SVD_RULES
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, Transformer, attention_specs
 from nanovllm.moe.layer import MakeExperts
-from nanovllm.moe.offload import Offload
+from nanovllm.moe.offload.offload import Offload
 from nanovllm.ops.opset import choose_ops
 from nanovllm.runner.expert_memory import check_expert_ranks, open_offload, size_experts
 from nanovllm.runner.kv_cache import CacheLayout
@@ -32,7 +33,6 @@ from nanovllm.runner.model_runner import ModelRunner, captures_attention, runs_o
 from nanovllm.runner.no_effect import options_without_effect
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
-from nanovllm.weights.svd_checkpoint import RULES as SVD_RULES
 
 logger = logging.getLogger("nanovllm")
 
@@ -52,7 +52,7 @@ class Blueprint:
     limits: StepLimits
     parallel: Parallel
     dtype: torch.dtype
-    selection: Selection  # of the attention backend
+    selection: BackendChoice  # of the attention backend
     low_rank: LowRank | None
     checkpoint: Checkpoint  # with low-rank experts, if there are
 
@@ -109,14 +109,14 @@ def _place_experts(plan: Blueprint, build: Build) -> Offload | None:
     config, model_config, low_rank = plan.config, plan.model_config, plan.low_rank
     if model_config.moe is None:
         return None
-    layouts = None if low_rank is None else low_rank.layouts
-    tiers = size_experts(config, model_config, plan.device, plan.dtype, plan.limits, layouts, plan.parallel)
+    forms = None if low_rank is None else low_rank.forms
+    tiers = size_experts(config, model_config, plan.device, plan.dtype, plan.limits, forms, plan.parallel)
     if tiers.placement == "offload" and config.load_format != "dummy":
         # Locking host memory takes long: a checkpoint that is not whole is refused before.
         nowhere = replace(build, device=torch.device("meta"))
         empty = plan.make_model(nowhere, None if low_rank is None else low_rank.resident)
         check_weights(empty, plan.checkpoint, empty.rules + SVD_RULES)
-    return open_offload(config, model_config, plan.device, build, tiers, plan.checkpoint, layouts)
+    return open_offload(config, model_config, plan.device, build, tiers, plan.checkpoint, forms)
 
 
 def _warn(plan: Blueprint, offload: Offload | None) -> None:

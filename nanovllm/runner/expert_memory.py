@@ -1,13 +1,13 @@
 """Where the experts of a mixture-of-experts model live: facts of this machine in, an `Offload` or None (resident) out.
 
-The arithmetic is `moe/sizing.py`, which `nanovllm plan` uses too, so a plan made before anything is loaded and the
+The arithmetic is `memory/budget.py`, which `nanovllm plan` uses too, so a plan made before anything is loaded and the
 engine agree.
 
 Several ranks must place experts alike: one that computes from slots while another has no room for as many would let
 all wait for it. They agree on the facts, each the least that any rank found, and then decide each for itself by the
 same arithmetic. What differs after that, because it is measured (idle time, and so guesses) or granted (how much memory
 may be locked), only says when an expert's bytes arrive on that rank, or whether its CPU computes a rare miss: every
-rank gives its part of every token's sum in any case, and nothing is sent between ranks but that (moe/factors.py).
+rank gives its part of every token's sum in any case, and nothing is sent between ranks but that (moe/projections.py).
 
 gpu_memory_gb, expert_cache_gb and expert_host_gb speak of one rank. Where none is given, ranks share their machine's
 memory evenly.
@@ -26,13 +26,13 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import available_host_bytes
 from nanovllm.layers.build import Build
+from nanovllm.memory.budget import GIB, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
+from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.facts import ModelFacts
-from nanovllm.moe.offload import Offload, OffloadOptions
-from nanovllm.moe.sizing import GIB, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
+from nanovllm.moe.offload.offload import Offload, OffloadOptions
 from nanovllm.runner.limits import StepLimits
 from nanovllm.weights.checkpoint import Checkpoint
-from nanovllm.weights.expert_layout import ExpertLayout
+from nanovllm.weights.expert_form import ExpertForm
 
 logger = logging.getLogger("nanovllm")
 
@@ -86,10 +86,10 @@ def size_experts(
     device: Device,
     dtype: torch.dtype,
     limits: StepLimits,
-    layouts: tuple[ExpertLayout, ...] | None = None,
+    forms: tuple[ExpertForm, ...] | None = None,
     parallel: Parallel = ALONE,
 ) -> Tiers:
-    """`layouts`: of low-rank experts."""
+    """`forms`: of low-rank experts."""
     wants = Wants(
         limits.max_model_len,
         limits.max_num_batched_tokens,
@@ -105,7 +105,7 @@ def size_experts(
         # Slots and host memory are the same memory here: resident unless asked otherwise, whatever it takes.
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
-    facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, layouts, parallel.size, parallel.expert_size)
+    facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, parallel.size, parallel.expert_size)
     return size_tiers(machine_memory(config, device, parallel), facts, wants)
 
 
@@ -116,7 +116,7 @@ def open_offload(
     build: Build,
     tiers: Tiers,
     checkpoint: Checkpoint,
-    layouts: tuple[ExpertLayout, ...] | None = None,
+    forms: tuple[ExpertForm, ...] | None = None,
 ) -> Offload | None:
     if tiers.placement == "resident":
         return None
@@ -132,7 +132,7 @@ def open_offload(
         tiers.host_bytes,
     )
     files = None if config.load_format == "dummy" else checkpoint
-    offload = Offload(model.moe, model.hidden_size, build, device, options, files, layouts=layouts)
+    offload = Offload(model.moe, model.hidden_size, build, device, options, files, forms=forms)
     logger.info(
         "experts: %d slots of %s on %s, %d of them stream",
         tiers.num_slots,

@@ -1,7 +1,7 @@
 """Whether a model runs with low-rank experts: a folder beside its weights in, what the executor must know of it out.
 
 The folder is used if it is there; it is never ignored silently. One of other weights, of another version or with
-something missing is refused with the way out (weights/svd_folder.py), and NANOVLLM_DISABLE_SVD=1 turns it off.
+something missing is refused with the way out (lowrank/folder.py), and NANOVLLM_DISABLE_SVD=1 turns it off.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.lowrank.checkpoint import DISABLE, SvdCheckpoint, find_svd_folder, read_svd_metadata
+from nanovllm.lowrank.folder import SvdMetadata, forms_of
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import MakeExperts, resident_experts
+from nanovllm.moe.layer import MakeExperts
+from nanovllm.moe.resident import resident_experts
 from nanovllm.weights.checkpoint import Checkpoint
-from nanovllm.weights.expert_layout import ExpertLayout, layouts_of
-from nanovllm.weights.svd_checkpoint import DISABLE, SvdCheckpoint, find_svd_folder, read_svd_metadata
-from nanovllm.weights.svd_folder import SvdMetadata
+from nanovllm.weights.expert_form import ExpertForm
 
 logger = logging.getLogger("nanovllm")
 
@@ -26,12 +27,12 @@ logger = logging.getLogger("nanovllm")
 class LowRank:
     folder: Path
     metadata: SvdMetadata
-    layouts: tuple[ExpertLayout, ...]
+    forms: tuple[ExpertForm, ...]
     checkpoint: Checkpoint  # the model's, with these experts
 
     @property
     def resident(self) -> MakeExperts:
-        return resident_experts(dict(zip(self.metadata.layer_ids, self.layouts)))
+        return resident_experts(dict(zip(self.metadata.layer_ids, self.forms)))
 
     @property
     def notice(self) -> str:
@@ -71,4 +72,4 @@ def open_low_rank(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoi
             "they take as much memory as the model's own",
             folder,
         )
-    return LowRank(folder, metadata, layouts_of(metadata), files)
+    return LowRank(folder, metadata, forms_of(metadata), files)

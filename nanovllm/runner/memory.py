@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nanovllm.memory.budget import CONTEXT_BYTES, GRAPH_BYTES
 from nanovllm.models.transformer import Transformer
-from nanovllm.moe.sizing import CONTEXT_BYTES, GRAPH_BYTES
 from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.runner.build import Blueprint
 from nanovllm.runner.captured_steps import TOKEN_BUCKETS

@@ -25,8 +25,8 @@ from nanovllm.hardware.graphs import Capture
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
 from nanovllm.moe.layer import MoeLayer
-from nanovllm.moe.offload import Offload
-from nanovllm.moe.offloaded import OffloadedExperts
+from nanovllm.moe.offload.experts import OffloadedExperts
+from nanovllm.moe.offload.offload import Offload
 
 RELAY_SIZES = (1, 2, 4)  # with more sequences nearly every layer misses something, and copies take all the time
 
@@ -38,7 +38,7 @@ def relays(model: Transformer, num_tokens: int) -> bool:
     return num_tokens in RELAY_SIZES and bool(sparse) and all(isinstance(e, OffloadedExperts) for e in sparse)
 
 
-class Said:
+class RoutingResult:
     """What a piece leaves behind for the host and the next piece. The tensors are those of its last call: once it is
     captured there are no calls any more, and their addresses stay."""
 
@@ -50,11 +50,11 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerSegment:
     layer: int  # among the sparse ones
     ask: Callable[[], None]
     start: Callable[[], None]
-    said: Said
+    said: RoutingResult
 
 
 class Relay:
@@ -74,10 +74,10 @@ class Relay:
         first = model.layers[ends[0]].mlp
         self._offload: Offload = first.experts.offload
         self._experts = [model.layers[end].mlp.experts for end in ends]
-        sizes, rows = [layout.out_size for layout in self._offload.shape.layouts], len(step.token_ids) * first.top_k
+        sizes, rows = [form.out_size for form in self._offload.shape.forms], len(step.token_ids) * first.top_k
         memory = torch.zeros(rows * max(sizes), dtype=model.embed.weight.dtype, device=model.embed.weight.device)
         self._pairs = [memory[: rows * size].view(-1, first.top_k, size) for size in sizes]  # of each sparse layer
-        self._pieces: list[Piece] = []
+        self._pieces: list[LayerSegment] = []
         begin = 0
         for end in ends:
             self._pieces.append(self._make_piece(range(begin, end), end, capture))
@@ -88,7 +88,7 @@ class Relay:
         """One token for each sequence. Where a layer missed nothing, the next is asked first, and what there is to note
         and to guess is done while the GPU works on it."""
         offload, stream = self._offload, self._offload.stream
-        complete: Piece | None = None
+        complete: LayerSegment | None = None
         for piece in self._pieces:
             piece.ask()
             idle = offload.idle.ask(piece.layer)
@@ -106,13 +106,13 @@ class Relay:
         self._finish_step()
         self._note(complete)
 
-    def _note(self, piece: Piece | None) -> None:
+    def _note(self, piece: LayerSegment | None) -> None:
         if piece is not None and piece.said.answer is not None:
             self._offload.take_note(piece.layer, piece.said.z, piece.said.ids, piece.said.answer.numpy())
 
-    def _make_piece(self, dense: range, end: int, capture: Capture) -> Piece:
+    def _make_piece(self, dense: range, end: int, capture: Capture) -> LayerSegment:
         """Dense layers, and the sparse one at `end` up to its experts."""
-        number, offload, said = len(self._pieces), self._offload, Said()
+        number, offload, said = len(self._pieces), self._offload, RoutingResult()
         sparse = self._model.layers[end]
 
         def ask() -> None:
@@ -129,7 +129,7 @@ class Relay:
         def start() -> None:
             offload.start(number, said.z, said.ids, said.weights, self._pairs[number])
 
-        return Piece(number, capture(ask), capture(start), said)
+        return LayerSegment(number, capture(ask), capture(start), said)
 
     def _enter(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Input and residual stream of piece `number` (the last: as many as there are sparse layers)."""

@@ -93,20 +93,20 @@ def penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
     return logits
 
 
-class Step(NamedTuple):
+class LogitsEdit(NamedTuple):
     used_by: Callable[[SamplingRow], bool]
     apply: Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
 
 
 EDITS = (
-    Step(lambda row: row.params.allowed_token_ids is not None, allowed_tokens),
-    Step(lambda row: bool(row.bad_words_ids), bad_words),
-    Step(lambda row: row.num_output < row.params.min_tokens, min_tokens),
-    Step(lambda row: bool(row.params.logit_bias), logit_bias),
-    Step(lambda row: row.has_penalty, penalties),
-    Step(lambda row: row.params.structured_outputs is not None, structured_tokens),  # last: it has the last word
+    LogitsEdit(lambda row: row.params.allowed_token_ids is not None, allowed_tokens),
+    LogitsEdit(lambda row: bool(row.bad_words_ids), bad_words),
+    LogitsEdit(lambda row: row.num_output < row.params.min_tokens, min_tokens),
+    LogitsEdit(lambda row: bool(row.params.logit_bias), logit_bias),
+    LogitsEdit(lambda row: row.has_penalty, penalties),
+    LogitsEdit(lambda row: row.params.structured_outputs is not None, structured_tokens),  # last: it has the last word
 )
 
 
-def in_use(steps: Sequence[Step], rows: Sequence[SamplingRow]) -> list[Step]:
+def in_use(steps: Sequence[LogitsEdit], rows: Sequence[SamplingRow]) -> list[LogitsEdit]:
     return [step for step in steps if any(map(step.used_by, rows))]

@@ -28,8 +28,8 @@ from nanovllm.server.pieces import Choice, Usage, chat_logprobs, completion_logp
 from nanovllm.server.prompts import compiled, encode_chat, encode_prompts, free_thoughts
 from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling
 from nanovllm.server.reasoning import Start, ThoughtReader, where
-from nanovllm.server.service import Job, Service, server_left
-from nanovllm.server.tools import CallReader, Said
+from nanovllm.server.service import ClientRequest, Service, server_left
+from nanovllm.server.tools import AnswerPart, CallReader
 
 logger = logging.getLogger("nanovllm")
 BodyT = TypeVar("BodyT", bound=Sampling)
@@ -155,7 +155,9 @@ class Answer(Response, Generic[BodyT]):
             raise ApiError(400, f"n={body.n}: must be in [1, {options.max_n}]", param="n")
         with self.service.admit(self.num_prompts() * body.n):
             inputs, params = await self.service.encode(self.encode)
-            job = Job(self.request_id, inputs, params, body.priority, self.arrival, final_only=not body.stream)
+            job = ClientRequest(
+                self.request_id, inputs, params, body.priority, self.arrival, final_only=not body.stream
+            )
             async with aclosing(self.service.stream(job)) as deltas:
                 if body.stream:
                     await self._send_events(deltas, send)
@@ -334,7 +336,7 @@ class ChatAnswer(Answer[ChatBody]):
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def read(self, choice: Choice, new: CompletionDelta) -> tuple[Said, str | None]:
+    def read(self, choice: Choice, new: CompletionDelta) -> tuple[AnswerPart, str | None]:
         """What is new as thoughts, content and calls, and why the choice has ended, if it has."""
         text, thought, reason = new.text, "", new.finish_reason
         if self.service.options.reasoning_parser is not None:
@@ -342,7 +344,7 @@ class ChatAnswer(Answer[ChatBody]):
                 self._thoughts[choice.index] = ThoughtReader(self._start)
             thought, text = self._thoughts[choice.index].feed(text, reason is not None)
         if not self.body_model.offered:
-            return Said(text, thought=thought), reason
+            return AnswerPart(text, thought=thought), reason
         reader = self._readers.get(choice.index) or self._readers.setdefault(choice.index, self._reader())
         said = replace(reader.feed(text, reason is not None), thought=thought)
         return said, "tool_calls" if reason == "stop" and reader.num_calls else reason

@@ -2,7 +2,7 @@
 
     GET  /, /static/FILE       the page (files.py)
     GET  /engine/info          what runs, and whether it may be watched
-    GET  /engine/events        server-sent events of engine/watch.py, a snapshot first
+    GET  /engine/events        server-sent events of telemetry/feed.py, a snapshot first
     POST /engine/control       {"action": "pause" | "resume" | "step"}
     POST /engine/policy        {"policy": "fcfs" | "sjf"}
     POST /reset_prefix_cache   forget all cached prefixes; as in vLLM
@@ -21,8 +21,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.engine.readers import Event, Mailbox, TraceFile
-from nanovllm.engine.watch import engine_info
+from nanovllm.engine.info import engine_info
 from nanovllm.errors import EngineDeadError
 from nanovllm.server.answers import EVENT_HEADERS
 from nanovllm.server.errors import ApiError, as_api_error
@@ -30,6 +29,7 @@ from nanovllm.server.files import add_page
 from nanovllm.server.guard import ClientGone, Guard
 from nanovllm.server.protocol import Body
 from nanovllm.server.service import Service
+from nanovllm.telemetry.readers import Event, EventQueue, TraceFile
 
 KEEP_ALIVE_SECONDS = 15.0  # a comment, before a proxy takes the silence for the end
 PACE_SECONDS = 0.02  # between two packets: a browser draws no more often, and each costs the event loop some 50 us
@@ -53,7 +53,7 @@ def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
     if options.trace is not None:
         trace = TraceFile(options.trace, engine_info(engine.engine, service.model_name))
         engine.attach(trace, stays=True).result()
-    watchers: set[Mailbox] = set()
+    watchers: set[EventQueue] = set()
 
     def check_events() -> None:
         if not options.events:
@@ -102,7 +102,7 @@ def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
 class EventStream(Response):
     """One reader of the feed, from its first snapshot until it leaves or the server does."""
 
-    def __init__(self, service: Service, watchers: set[Mailbox]) -> None:
+    def __init__(self, service: Service, watchers: set[EventQueue]) -> None:
         super().__init__()
         self._service = service
         self._watchers = watchers  # of all streams
@@ -114,7 +114,7 @@ class EventStream(Response):
             error = ApiError(429, message, code="too_many_watchers", headers={"Retry-After": "10"})
             await error.response()(scope, receive, send)
             return
-        box = Mailbox()
+        box = EventQueue()
         self._watchers.add(box)
         try:
             async with Guard(receive, float("inf")):
@@ -125,7 +125,7 @@ class EventStream(Response):
             self._watchers.discard(box)
             self._service.engine.detach(box)
 
-    async def _stream(self, box: Mailbox, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, box: EventQueue, scope: Scope, receive: Receive, send: Send) -> None:
         engine = self._service.engine
         try:
             await asyncio.wrap_future(engine.attach(box))

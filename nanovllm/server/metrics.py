@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from nanovllm.engine.async_engine import AsyncLLMEngine
-from nanovllm.moe.cache import ExpertStats
+from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.outputs import RequestDelta
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

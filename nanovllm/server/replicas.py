@@ -173,10 +173,10 @@ class Replicas:
 
 
 def make_front(replicas: Replicas, options: ServerOptions) -> ASGIApp:
-    return Gate(Front(replicas, options), options)
+    return Gate(ReplicaFront(replicas, options), options)
 
 
-class Front:
+class ReplicaFront:
     """ASGI: one request of a client to one replica. Behind a Gate, which gives it an id and asks for the key."""
 
     def __init__(self, replicas: Replicas, options: ServerOptions) -> None:
@@ -387,7 +387,7 @@ def _resources(config: EngineConfig, num_replicas: int, cluster: dict[str, float
 
 def serve_replicas(config: EngineConfig, options: ServerOptions, num_replicas: int, say: Callable[[str], None]) -> None:
     """As `run.serve`, with several engines."""
-    from nanovllm.server.run import Server, address_of, listen, uvicorn_config
+    from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
 
     listener = listen(options)
     if options.is_open:
@@ -397,5 +397,5 @@ def serve_replicas(config: EngineConfig, options: ServerOptions, num_replicas: i
     with contextlib.closing(listener), open_replicas(config, options, num_replicas) as replicas:
         say(f"{num_replicas} replicas of {config.model} at {address_of(listener)}/v1 (Ctrl-C ends)")
         say(f"sampling defaults: {replicas.sampling_defaults}")
-        Server(uvicorn_config(make_front(replicas, options), options)).run(sockets=[listener])
+        DrainingServer(uvicorn_config(make_front(replicas, options), options)).run(sockets=[listener])
     say("all requests are answered, the engines are closed")

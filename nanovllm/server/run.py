@@ -37,7 +37,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USE
 CUT_SECONDS = 5  # for requests that are cut off to say so; then their tasks are cancelled
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """uvicorn's own handler raises the signal once more after the drain, so the process would die of it.
 
     `before_drain`: what must happen so that the requests that run can end. `cut_off`: ends those that did not, after
@@ -126,10 +126,10 @@ def listen(options: ServerOptions) -> socket.socket:
     return listener
 
 
-def make_server(service: Service) -> Server:
+def make_server(service: Service) -> DrainingServer:
     from nanovllm.server.app import make_app
 
-    return Server(uvicorn_config(make_app(service), service.options), service.engine.drain, service.cut_off)
+    return DrainingServer(uvicorn_config(make_app(service), service.options), service.engine.drain, service.cut_off)
 
 
 def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:

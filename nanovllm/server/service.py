@@ -41,7 +41,7 @@ MAX_RETRY_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Job:
+class ClientRequest:
     """One request of a client: some prompts, each sampled params.n times."""
 
     request_id: str
@@ -149,7 +149,7 @@ class Service:
             return await future
         raise timed_out("tokenising or templating", seconds)
 
-    async def stream(self, job: Job) -> AsyncIterator[tuple[int, RequestDelta]]:
+    async def stream(self, job: ClientRequest) -> AsyncIterator[tuple[int, RequestDelta]]:
         """(index of the prompt, what is new of it), until all are finished. Leaving early aborts what still runs."""
         if len(job.inputs) == 1:
             async with aclosing(self._one(job, 0)) as deltas:
@@ -160,7 +160,7 @@ class Service:
             async for pair in pairs:
                 yield pair
 
-    async def _one(self, job: Job, index: int) -> AsyncIterator[RequestDelta]:
+    async def _one(self, job: ClientRequest, index: int) -> AsyncIterator[RequestDelta]:
         # The client's id may be in use by another request of its; the engine's must be unique.
         name = f"{job.request_id}-{index}-{next(self._numbers)}"
         clock = RequestClock(self.metrics, job.arrival)
@@ -180,7 +180,7 @@ class Service:
             if not finished:
                 clock.abort()
 
-    async def _many(self, job: Job) -> AsyncIterator[tuple[int, RequestDelta]]:
+    async def _many(self, job: ClientRequest) -> AsyncIterator[tuple[int, RequestDelta]]:
         """What a slow reader has not read yet is merged, as in the mailbox of each stream."""
         unread: dict[int, RequestDelta] = {}
         changed = asyncio.Event()

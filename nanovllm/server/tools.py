@@ -156,7 +156,7 @@ def new_call(name: str, arguments: str) -> dict[str, Any]:
 
 
 @dataclass
-class Said:
+class AnswerPart:
     content: str = ""
     calls: list[CallPiece] = field(default_factory=list)
     thought: str = ""  # before the content
@@ -221,8 +221,8 @@ class CallReader:
         self._braces = Braces()
         self._head: str | None = None  # of that object, until HEAD is found in it
 
-    def feed(self, text: str, finished: bool) -> Said:
-        said = Said()
+    def feed(self, text: str, finished: bool) -> AnswerPart:
+        said = AnswerPart()
         self._rest += text
         while self._rest and self._advance(said):
             pass
@@ -232,7 +232,7 @@ class CallReader:
             said.content = ""
         return said
 
-    def _advance(self, said: Said) -> bool:
+    def _advance(self, said: AnswerPart) -> bool:
         """One step through the text; False if more of it is needed."""
         if self._object is not None:
             return self._in_object(self._object, said)
@@ -252,7 +252,7 @@ class CallReader:
             return self._past_closer()
         return self._past_opener(said) if self._lead else self._in_text(said)
 
-    def _in_text(self, said: Said) -> bool:
+    def _in_text(self, said: AnswerPart) -> bool:
         """Content, up to a tag that opens a call."""
         opener = self._form.opener
         before, found, after = self._rest.partition(opener)
@@ -262,7 +262,7 @@ class CallReader:
         said.content, self._rest, self._lead = said.content + before, after, found
         return bool(found)
 
-    def _past_opener(self, said: Said) -> bool:
+    def _past_opener(self, said: AnswerPart) -> bool:
         blank = len(self._rest) - len(self._rest.lstrip())
         if self._rest[blank:].startswith("{"):
             return self._open_at(blank)
@@ -282,7 +282,7 @@ class CallReader:
             self._after_call = False
         return True
 
-    def _in_list(self, said: Said) -> bool:
+    def _in_list(self, said: AnswerPart) -> bool:
         """Before, between and after calls that are the whole text."""
         opener, text = self._form.opener, self._rest.lstrip()
         if not self.num_calls and not self._lead and opener.startswith(text[: len(opener)]):
@@ -307,7 +307,7 @@ class CallReader:
         self._braces, self._head = Braces(), ""
         return True
 
-    def _in_object(self, parts: list[str], said: Said) -> bool:
+    def _in_object(self, parts: list[str], said: AnswerPart) -> bool:
         end = self._braces.end(self._rest)
         part, self._rest = self._rest[:end], "" if end is None else self._rest[end:]
         parts.append(part)
@@ -324,7 +324,7 @@ class CallReader:
             self._is_plain = not self._form.is_tagged
         return True
 
-    def _pass_on(self, part: str, said: Said) -> None:
+    def _pass_on(self, part: str, said: AnswerPart) -> None:
         if self._head is None:
             said.calls.append(CallPiece(self.num_calls, part))
             return
@@ -333,7 +333,7 @@ class CallReader:
             said.calls.append(CallPiece(self.num_calls, self._head[found.end() :], found[1]))
             self._head = None
 
-    def _take(self, text: str, said: Said) -> bool:
+    def _take(self, text: str, said: AnswerPart) -> bool:
         """A whole object without a grammar: is it a call?"""
         value = parse_object(text)
         value = value if isinstance(value, dict) else {}
@@ -344,7 +344,7 @@ class CallReader:
             said.calls.append(CallPiece(self.num_calls, json.dumps(arguments, ensure_ascii=False), name))
         return True
 
-    def _release(self, said: Said) -> None:
+    def _release(self, said: AnswerPart) -> None:
         """The end: what was held back and became nothing is content, except the crumbs of calls."""
         held = self._lead + self._rest
         if self._object is not None and not (self._has_grammar and self._head is None):

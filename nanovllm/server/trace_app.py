@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from nanovllm import __version__
-from nanovllm.engine.replay import Trace, read_trace
 from nanovllm.server.errors import ApiError
 from nanovllm.server.files import add_page
 from nanovllm.server.guard import Gate
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import Server, address_of, listen, uvicorn_config
+from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
+from nanovllm.telemetry.trace import Trace, read_trace
 
 
 def make_trace_app(trace: Trace) -> ASGIApp:
@@ -44,4 +44,4 @@ def view_trace(path: str | Path, port: int, say: Callable[[str], None]) -> None:
     options = ServerOptions(port=port)
     listener = listen(options)
     say(f"{trace.name} at {address_of(listener)}/ (Ctrl-C ends)")
-    Server(uvicorn_config(make_trace_app(trace), options)).run(sockets=[listener])
+    DrainingServer(uvicorn_config(make_trace_app(trace), options)).run(sockets=[listener])

@@ -43,7 +43,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """`path`: a folder in Hugging Face layout, or a .gguf file."""
+    """`path`: a folder in Hugging Face format, or a .gguf file."""
     path = Path(path)
     if path.is_dir():
         return SafetensorsFolder(path)

@@ -2,7 +2,7 @@
 
 Families: llama, qwen2, qwen3. What the file says about the model is honoured or refused by name, never ignored.
 
-Two things differ from the Hugging Face layout beyond names:
+Two things differ from the Hugging Face format beyond names:
   - For `llama`, llama.cpp reorders the rows of the query and key projections. Its RoPE turns neighbours (0, 1),
     (2, 3), ...; Hugging Face's turns (0, d/2), (1, d/2 + 1), ... Reading undoes it, see `_undo_rope_order`.
   - llama3-style RoPE scaling is stored as one divisor per frequency (`rope_freqs.weight`), not as the four numbers

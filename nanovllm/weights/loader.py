@@ -31,7 +31,7 @@ DUMMY_RANGE = 1e-3  # uniform in +-1e-3, as vLLM's dummy loader draws, so that f
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPlace:
     """Filled with a part of a tensor: only that part is read."""
 
     target: torch.Tensor
@@ -52,7 +52,7 @@ class OnDisk:
 
     shape: tuple[int, ...]
     remember: Callable[[str], None]
-    copy: torch.Tensor | Piece | None = None
+    copy: torch.Tensor | ShardPlace | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Elsewhere:
     shape: tuple[int, ...]
 
 
-Place = torch.Tensor | OnDisk | Piece | Elsewhere
+Place = torch.Tensor | OnDisk | ShardPlace | Elsewhere
 Places = Mapping[str, Mapping[str, Place]]  # parameter -> part -> where it goes; '' is the part of what is not stacked
 
 
@@ -82,7 +82,7 @@ def load_dummy(model: nn.Module, seed: int, places: Places | None = None) -> Non
                 )
             digest = hashlib.blake2b(f"{seed}/{target}/{part}".encode(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-            if isinstance(place, Piece):  # drawn whole, so that the ranks have pieces of one model
+            if isinstance(place, ShardPlace):  # drawn whole, so that the ranks have pieces of one model
                 whole = torch.empty(place.shape, dtype=place.target.dtype, device=device)
                 whole.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
                 place.target.copy_(whole.narrow(place.shard.dim, place.shard.start, place.shard.length))
@@ -101,7 +101,7 @@ def load_weights(
         if isinstance(place, OnDisk):
             place.remember(name)
             place = place.copy
-        if isinstance(place, Piece):
+        if isinstance(place, ShardPlace):
             place.target.copy_(checkpoint.read_piece(name, place.shard.dim, place.shard.start, place.shard.length))
         elif isinstance(place, torch.Tensor):
             place.copy_(checkpoint.read(name))
@@ -122,7 +122,7 @@ def _differs(model: nn.Module, checkpoint: Checkpoint, name: str, parameter: str
     place = as_place(model.get_parameter(parameter).data, shards.get(""))
     if tuple(checkpoint.shape(name)) != tuple(place.shape):
         return True
-    target, start = (place.target, place.shard.start) if isinstance(place, Piece) else (place, 0)
+    target, start = (place.target, place.shard.start) if isinstance(place, ShardPlace) else (place, 0)
     return any(
         not torch.equal(checkpoint.read_piece(name, 0, start + at, len(rows)).to(rows), rows)
         for at, rows in zip(range(0, len(target), COMPARED_ROWS), target.split(COMPARED_ROWS))
@@ -149,12 +149,12 @@ def _all_places(model: nn.Module, places: Places | None) -> dict[str, Mapping[st
     return {**found, **(places or {})}
 
 
-def as_place(target: torch.Tensor, shard: Shard | None) -> torch.Tensor | Piece:
+def as_place(target: torch.Tensor, shard: Shard | None) -> torch.Tensor | ShardPlace:
     """A place for the shard of a tensor. A bias has no columns to split; padding (of a vocabulary) is zero."""
     if shard is None or shard.dim >= target.dim() or shard.length == shard.total == target.shape[shard.dim]:
         return target
     target.narrow(shard.dim, shard.length, target.shape[shard.dim] - shard.length).zero_()
-    return Piece(target.narrow(shard.dim, 0, shard.length), shard)
+    return ShardPlace(target.narrow(shard.dim, 0, shard.length), shard)
 
 
 def _prove_complete(

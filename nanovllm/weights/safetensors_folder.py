@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face layout: config.json, *.safetensors (one file, or shards with an index), tokenizer.
+"""A model folder in Hugging Face format: config.json, *.safetensors (one file, or shards with an index), tokenizer.
 
 Weights may be absent: such a folder still serves dummy loading. Shards are mapped into memory, so opening costs their
 headers and reading a tensor costs that tensor. Which tensor is in which shard is taken from the shards themselves; the
@@ -136,7 +136,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         return read_json(path)
     gguf = sorted(file.name for file in folder.glob("*.gguf"))
     hint = f" Give one of its GGUF files instead: {', '.join(gguf)}." if gguf else ""
-    raise ModelError(f"{path}: missing; a model folder needs one (Hugging Face layout).{hint}")
+    raise ModelError(f"{path}: missing; a model folder needs one (Hugging Face format).{hint}")
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from nanovllm.bench import crossover, report
-from nanovllm.bench.crossover import Sweep, does_not_fit
+from nanovllm.bench.crossover import LengthSweep, does_not_fit
 from nanovllm.bench.named import Ceiling, decode_limit_seconds, limit_seconds
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import StepStats
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.ranks.local import LocalExecutor
+from nanovllm.telemetry.stats import StepStats
 from tests.cli.runner import SMALL, Result, Run
 from tests.tiny_models import TinyModel
 
@@ -241,7 +241,7 @@ def test_an_axis_is_logarithmic_where_one_line_would_flatten_the_rest(
 
 
 def test_each_value_once() -> None:
-    assert Sweep.parse("sdpa, sdpa", "8,1,8", "4,4") == Sweep(("sdpa",), (8, 1), (4,))
+    assert LengthSweep.parse("sdpa, sdpa", "8,1,8", "4,4") == LengthSweep(("sdpa",), (8, 1), (4,))
 
 
 def test_winner_and_speedup() -> None:

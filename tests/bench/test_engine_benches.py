@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm.bench import compare_hf, report
-from nanovllm.bench.workload import Lengths, Shape
+from nanovllm.bench.workload import Lengths, WorkloadShape
 from nanovllm.errors import ModelError
 from tests.cli.runner import SMALL, Run
 from tests.tiny_models import TinyModel
@@ -61,7 +61,10 @@ def test_latency(run: Run, args: Any) -> None:
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3", "mixtral", "mixtral-window-sharded", "qwen3-moe"])
 def test_compare_hf(run: Run, tiny: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same tokens on both sides, so same work; a ratio of different work would mean nothing."""
-    shapes = {"1 prompt": Shape(1, Lengths(9, 9), Lengths(6, 6)), "4 prompts": Shape(4, Lengths(3, 40), Lengths(6, 6))}
+    shapes = {
+        "1 prompt": WorkloadShape(1, Lengths(9, 9), Lengths(6, 6)),
+        "4 prompts": WorkloadShape(4, Lengths(3, 40), Lengths(6, 6)),
+    }
     monkeypatch.setattr(compare_hf, "SHAPES", shapes)
     result = run("bench", "throughput", "--compare", "hf", "--repeat", 2, "--model", tiny(name).path, *SMALL)
     assert result.code == 0

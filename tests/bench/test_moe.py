@@ -17,8 +17,8 @@ from nanovllm.bench import moe_kernels, report
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
-from nanovllm.moe.cache import ExpertStats
 from nanovllm.moe.layer import MoeLayer
+from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.ops.triton import moe_tiles
 from nanovllm.ranks.local import LocalExecutor
 from tests.cli.runner import SMALL, Result, Run
@@ -133,7 +133,7 @@ def test_slots_are_exact(dummy: EngineConfig, cached: int) -> None:
 def test_one_engine_is_as_good_as_many(dummy_mixtral: EngineConfig) -> None:
     """A row of an engine that served other rows before is the row of one that was opened for it."""
     model = lab.read_model(dummy_mixtral)
-    sweep = lab.Sweep.parse(dummy_mixtral, model, ("1,4", 20, 20), None)
+    sweep = lab.CacheSweep.parse(dummy_mixtral, model, ("1,4", 20, 20), None)
     with lab.one_engine(dummy_mixtral, model, sweep) as engine_for:
         _, rows = lab.measure_offload(sweep, 0, None, engine_for)
     for row in rows:
@@ -150,7 +150,7 @@ def test_one_engine_is_as_good_as_many(dummy_mixtral: EngineConfig) -> None:
 def test_only_decode_is_measured(dummy_mixtral: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics of the tokens after the first; a prompt's experts are not among them, nor those of the warm-up."""
     model = lab.read_model(dummy_mixtral)
-    sweep = lab.Sweep.parse(dummy_mixtral, model, ("0", 5, 20), None)
+    sweep = lab.CacheSweep.parse(dummy_mixtral, model, ("0", 5, 20), None)
     calls: list[ExpertStats] = []
     run_one = lab.run_one
 
@@ -222,7 +222,7 @@ def test_spread_routing_is_like_a_trained_models(dummy_mixtral: EngineConfig) ->
     config, model = dummy_mixtral, lab.read_model(dummy_mixtral)
     found = {}
     for routing in lab.ROUTINGS:
-        sweep = lab.Sweep.parse(config, model, ("2", 8, 10), routing)
+        sweep = lab.CacheSweep.parse(config, model, ("2", 8, 10), routing)
         with lab.one_engine(config, model, sweep) as engine_for:
             found[routing] = choices(engine_for(2, "lfu"), 60)
     counts, accuracy = found["spread"]
@@ -234,7 +234,7 @@ def test_spread_routing_is_like_a_trained_models(dummy_mixtral: EngineConfig) ->
 
 
 def test_spread_routing_repeats_by_seed(dummy: EngineConfig) -> None:
-    sweep = lab.Sweep.parse(dummy, lab.read_model(dummy), ("2", 8, 10), None)
+    sweep = lab.CacheSweep.parse(dummy, lab.read_model(dummy), ("2", 8, 10), None)
     tokens = []
     for seed in (0, 0, 1):
         config = replace(dummy, seed=seed)
@@ -343,20 +343,20 @@ def test_layers_left_out_of_the_lists(dummy: EngineConfig) -> None:
 def test_shapes() -> None:
     assert moe_kernels.parse_shapes("Mixtral-8x7B, qwen3-30b-a3b,mixtral-8x7b") == moe_kernels.SHAPES
     shape = moe_kernels.shape_of(lab.read_model(EngineConfig(model=str(TINY))), str(TINY))
-    assert shape == moe_kernels.ExpertShape("tiny-mixtral", 128, 256, 8, 2)
+    assert shape == moe_kernels.KernelShape("tiny-mixtral", 128, 256, 8, 2)
 
 
 def test_kernels_and_tuning_in_the_report(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command around them, on a device that says it is a GPU; what is measured is made up."""
     table, asked = tmp_path / "tiles.json", []
-    shape = moe_tiles.Shape(4096, 14336, 2, torch.bfloat16)
-    plans = [moe_tiles.Plan("gemv"), moe_tiles.Plan("tiles", 16)]
+    shape = moe_tiles.MoeShape(4096, 14336, 2, torch.bfloat16)
+    plans = [moe_tiles.TileChoice("gemv"), moe_tiles.TileChoice("tiles", 16)]
     entries = [moe_tiles.entry_of("card", shape, n, plan) for n, plan in zip((1, 8), plans)]
     moe_tiles.write_table(
         table,
         [
             entries[0],
-            moe_tiles.entry_of("card", shape, 8, moe_tiles.Plan("tiles", 32)),
+            moe_tiles.entry_of("card", shape, 8, moe_tiles.TileChoice("tiles", 32)),
             moe_tiles.entry_of("other card", shape, 8, plans[1]),
         ],
     )

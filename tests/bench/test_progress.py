@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from nanovllm.bench import compare_hf
-from nanovllm.bench.workload import Lengths, Shape
+from nanovllm.bench.workload import Lengths, WorkloadShape
 from tests.cli.runner import SMALL, Run
 from tests.server.rig import running
 from tests.tiny_models import TinyModel
 
 LOAD = ("--num-seqs", 3, "--input-len", 8, "--output-len", 5)
-SHAPES = {"1 prompt": Shape(1, Lengths(9, 9), Lengths(6, 6))}
+SHAPES = {"1 prompt": WorkloadShape(1, Lengths(9, 9), Lengths(6, 6))}
 
 
 class Terminal(io.StringIO):

@@ -7,26 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.bench.schedulers import Server, Trace, simulate
+from nanovllm.bench.schedulers import SimulatedMachine, TrafficShape, simulate
 from tests.cli.runner import SMALL, Run
 from tests.tiny_models import TinyModel
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_order_of_the_policies(seed: int) -> None:
-    jobs = Trace().jobs(seed)
+    jobs = TrafficShape().jobs(seed)
     longs = [index for index, job in enumerate(jobs) if job.is_long]
     patience = 8
-    fcfs = simulate(jobs, Server(), "fcfs", None)
-    sjf = simulate(jobs, Server(), "sjf", None)
-    aged = simulate(jobs, Server(), "sjf", patience)
+    fcfs = simulate(jobs, SimulatedMachine(), "fcfs", None)
+    sjf = simulate(jobs, SimulatedMachine(), "sjf", None)
+    aged = simulate(jobs, SimulatedMachine(), "sjf", patience)
 
     def mean(values: dict[int, float]) -> float:
         return sum(values.values()) / len(values)
 
     assert mean(sjf.first_token) < mean(fcfs.first_token)
     # With more patience aging costs less: the default lies between the two.
-    assert mean(sjf.first_token) < mean(simulate(jobs, Server(), "sjf", 64).first_token) < mean(fcfs.first_token)
+    assert (
+        mean(sjf.first_token) < mean(simulate(jobs, SimulatedMachine(), "sjf", 64).first_token) < mean(fcfs.first_token)
+    )
     assert max(fcfs.steps_passed.values()) == 0
     assert max(sjf.steps_passed.values()) > patience  # else this trace proves nothing about aging
     assert max(aged.steps_passed.values()) <= patience
@@ -37,9 +39,9 @@ def test_order_of_the_policies(seed: int) -> None:
 
 
 def test_simulation_repeats() -> None:
-    runs = [simulate(Trace(2, 20).jobs(3), Server(), "sjf", 8) for _ in range(2)]
+    runs = [simulate(TrafficShape(2, 20).jobs(3), SimulatedMachine(), "sjf", 8) for _ in range(2)]
     assert runs[0] == runs[1]
-    assert runs[0] != simulate(Trace(2, 20).jobs(4), Server(), "sjf", 8)
+    assert runs[0] != simulate(TrafficShape(2, 20).jobs(4), SimulatedMachine(), "sjf", 8)
 
 
 def test_command(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ def test_on_the_real_engine(run: Run, llama: TinyModel, monkeypatch: pytest.Monk
     """The tiny model reads 160 tokens at most, so the long prompts are shorter here."""
     from nanovllm.bench import schedulers
 
-    monkeypatch.setattr(schedulers, "REAL_TRACE", Trace(3, 24, (96, 128), (8, 24), (2, 4)))
+    monkeypatch.setattr(schedulers, "REAL_TRACE", TrafficShape(3, 24, (96, 128), (8, 24), (2, 4)))
     monkeypatch.setattr(schedulers, "REAL_SIZES", (128, 16))
     sizes = ("--num-long", 2, "--num-short", 6, "--rate", 200)
     result = run("bench", "schedulers", "--real", *sizes, "--model", llama.path, *SMALL)

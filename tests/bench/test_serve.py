@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.bench.serve import Load, Seen, Server, measure
+from nanovllm.bench.serve import Load, Seen, ServerUnderTest, measure
 from nanovllm.bench.workload import Lengths
 from nanovllm.errors import ConfigError
 from tests.cli.runner import Run, make_runner
@@ -74,14 +74,14 @@ def test_times_of_one_request() -> None:
 
 def test_measure(server: Running) -> None:
     load = Load(**{**BASE, "prefix_len": 32})
-    found, good = measure(Server(server.url, server.model), load, 0, {"ttft": 30.0, "e2e": 1e-9})
+    found, good = measure(ServerUnderTest(server.url, server.model), load, 0, {"ttft": 30.0, "e2e": 1e-9})
     assert (found["completed"], found["failed"], found["errors"]) == (12, 0, {})
     assert {one.num_tokens for one in good} == {6}
     assert found["output_tokens_per_second"] == pytest.approx(72 / found["seconds"])
     assert found["seconds"] >= 11 / 50
     assert found["ttft"]["mean"] < found["e2e"]["mean"]
     assert found["goodput"]["share"] == 0
-    assert measure(Server(server.url, server.model), load, 0, {"e2e": 30.0})[0]["goodput"]["share"] == 1
+    assert measure(ServerUnderTest(server.url, server.model), load, 0, {"e2e": 30.0})[0]["goodput"]["share"] == 1
     assert server.engine.scheduler.blocks.num_hits > 0
 
 
@@ -93,9 +93,9 @@ def test_failures_are_counted_not_hidden(server: Running) -> None:
     assert not all(fits)
     if not fits[0]:
         with pytest.raises(ConfigError, match="first request"):
-            measure(Server(server.url, server.model), load, 3, {})
+            measure(ServerUnderTest(server.url, server.model), load, 3, {})
     else:
-        found, _ = measure(Server(server.url, server.model), load, 3, {})
+        found, _ = measure(ServerUnderTest(server.url, server.model), load, 3, {})
         assert (found["completed"], found["failed"]) == (sum(fits), 12 - sum(fits))
         assert "max_model_len" in next(iter(found["errors"]))
 

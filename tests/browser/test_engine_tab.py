@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from nanovllm.engine.replay import Replay, read_trace
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import Server, address_of, listen, uvicorn_config
+from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
 from nanovllm.server.trace_app import make_trace_app
+from nanovllm.telemetry.trace import Replay, read_trace
 from tests.browser.watched import Watched, canonical, snapshot_of
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
@@ -79,7 +79,7 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
         shown = page.page.evaluate("nanovllm.engine.history.steps.at(-1)")
         preempted, evicted = preempted + shown["preempted"], evicted + shown["evicted"]
         flagged += page.page.locator(".seq-flag:not(:empty)").count()  # those that were preempted and run again
-        owners = page.page.evaluate("[...nanovllm.engine.replay.owners.values()].map((ids) => ids.length)")
+        owners = page.page.evaluate("[...nanovllm.telemetry.trace.owners.values()].map((ids) => ids.length)")
         most_owners = max(most_owners, *owners, 0)
     assert page.page.evaluate(PIXELS) != before
     assert preempted == server.engine.scheduler.num_preemptions > 0, "the cache of this server is too small for all"
@@ -95,7 +95,7 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
     assert page.state()["seqs"] == []
     assert page.state()["cached"]
     assert page.find("feed").inner_text() == "live"
-    assert page.page.evaluate("nanovllm.engine.replay.resets") == 1, "all of it was replayed, nothing was told anew"
+    assert page.page.evaluate("nanovllm.telemetry.trace.resets") == 1, "all of it was replayed, nothing was told anew"
 
 
 def test_the_picture_is_drawn_again_whenever_it_must_be(page: Watched, server: Running) -> None:
@@ -273,7 +273,7 @@ def replayed(path: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-SHOWN = """() => { const r = nanovllm.engine.replay, seqs = [...r.seqs.values()], number = (a, b) => a - b; return {
+SHOWN = """() => { const r = nanovllm.telemetry.trace, seqs = [...r.seqs.values()], number = (a, b) => a - b; return {
     tables: Object.fromEntries(seqs.filter(s => s.blocks.length).map(s => [s.id, [...s.blocks]])),
     tokens: Object.fromEntries(seqs.map(s => [s.id, [s.tokens, s.computed, s.preemptions]])),
     held: [...r.held.keys()].sort(number), cached: r.toSnapshot().cached.sort(number), free: r.numFree }; }"""
@@ -374,7 +374,7 @@ def test_a_broken_trace_is_refused_in_words(page: Watched, trace: Path, tmp_path
 def test_trace_view_shows_the_recording_at_once(open_page: Callable[..., Watched], trace: Path) -> None:
     options = ServerOptions(port=0)
     listener = listen(options)
-    viewer = Server(uvicorn_config(make_trace_app(read_trace(trace)), options))
+    viewer = DrainingServer(uvicorn_config(make_trace_app(read_trace(trace)), options))
     thread = threading.Thread(target=viewer.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     until(lambda: viewer.started)

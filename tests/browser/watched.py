@@ -40,7 +40,7 @@ WRONG_CELLS = """({ data, width, height }) => {
     }
     return wrong;
 }"""
-STATE = "() => window.nanovllm.engine.replay?.toSnapshot()"
+STATE = "() => window.nanovllm.telemetry.trace?.toSnapshot()"
 
 
 class Watched:

@@ -7,12 +7,6 @@ from typing import Any
 import pytest
 
 from nanovllm.engine.llm_engine import LLMEngine
-from tests.cli.runner import Run, make_runner
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return make_runner(monkeypatch, capsys)
 
 
 @pytest.fixture

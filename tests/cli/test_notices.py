@@ -18,8 +18,8 @@ import pytest
 from nanovllm.config import EngineConfig
 from nanovllm.runner.no_effect import OF_GPUS, OF_OFFLOADED_EXPERTS, options_without_effect
 from tests.cli.runner import SMALL, Run
+from tests.lowrank.svd_folders import Choice, copy_model, write_svd
 from tests.server.rig import command
-from tests.svd_folders import Choice, copy_model, write_svd
 from tests.tiny_models import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]

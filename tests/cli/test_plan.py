@@ -17,7 +17,7 @@ import pytest
 from nanovllm.cli.plan import LINKS, READS, PlanOptions, find_links, make_plan
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, ModelError
-from nanovllm.moe.sizing import GIB, Memory
+from nanovllm.memory.budget import GIB, Memory
 from tests.cli.runner import Run
 
 ROOT = Path(__file__).resolve().parents[2]

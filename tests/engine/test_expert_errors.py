@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, ConfigError, ModelError, SamplingParams
 from nanovllm.cli.plan import PlanOptions, make_plan
-from nanovllm.moe import store as store_module
-from nanovllm.moe.sizing import GIB
+from nanovllm.memory.budget import GIB
+from nanovllm.moe.offload import store as store_module
 from tests.tiny_models import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]

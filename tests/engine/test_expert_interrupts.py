@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from nanovllm.moe import cache as cache_module
-from nanovllm.moe import store as store_module
-from nanovllm.moe.cache import ExpertCache
-from nanovllm.moe.offload import OffloadOptions
+from nanovllm.moe.offload import cache as cache_module
+from nanovllm.moe.offload import store as store_module
+from nanovllm.moe.offload.cache import ExpertCache
+from nanovllm.moe.offload.offload import OffloadOptions
 from nanovllm.runner import expert_memory
 from tests.engine.test_expert_errors import EXPERT_BYTES, GREEDY, PROMPTS, ROOT, TRAINED, gb, make, tokens
 from tests.moe.offload_rig import FixedIdle

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.plan import PlanOptions, make_plan
 from nanovllm.errors import ModelError
-from nanovllm.moe import store as store_module
-from nanovllm.moe.facts import ModelFacts
-from nanovllm.moe.sizing import GIB
-from nanovllm.weights.svd_checkpoint import low_rank_layouts
-from nanovllm.weights.svd_folder import METADATA, U_FILE, v_file
+from nanovllm.lowrank.checkpoint import low_rank_forms
+from nanovllm.lowrank.folder import METADATA, U_FILE, v_file
+from nanovllm.memory.budget import GIB
+from nanovllm.memory.facts import ModelFacts
+from nanovllm.moe.offload import store as store_module
+from tests.lowrank.svd_folders import Choice, copy_model, full_rank, write_svd
 from tests.runner.test_relay import InPieces
-from tests.svd_folders import Choice, copy_model, full_rank, write_svd
 from tests.tiny_models import TinyModel, random_prompts
 
 TRAINED = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
@@ -129,7 +129,7 @@ def options_of(path: Path) -> list[dict[str, Any]]:
     """Slots for top_k, some and all; host memory for all, some and none."""
     llm = make(path)
     try:
-        facts = ModelFacts(llm.engine.model_config, 4, layouts=low_rank_layouts(path, llm.engine.model_config))
+        facts = ModelFacts(llm.engine.model_config, 4, forms=low_rank_forms(path, llm.engine.model_config))
     finally:
         llm.close()
     slot, everything = facts.expert_bytes, facts.all_experts_bytes
@@ -230,7 +230,7 @@ def test_two_engines_one_with_and_one_without(
 def test_sizes_are_those_of_the_model_as_built(name: str, models: Any) -> None:
     with make(models[name]) as llm:
         executor = llm.engine.executor
-        facts = ModelFacts(llm.engine.model_config, 4, layouts=executor.low_rank.layouts)
+        facts = ModelFacts(llm.engine.model_config, 4, forms=executor.low_rank.forms)
         assert facts.dense_bytes + facts.all_experts_bytes == 4 * executor.num_parameters
     plan = make_plan(PlanOptions(model=str(models[name]), gpu_memory_gb=4, host_memory_gb=8, dtype="float32"))
     assert plan.tiers is not None

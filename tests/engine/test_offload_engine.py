@@ -20,11 +20,11 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.cli.plan import PlanOptions, make_plan
 from nanovllm.config import EngineConfig
 from nanovllm.hardware.device import Device
+from nanovllm.memory.budget import GIB
+from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.facts import ModelFacts
-from nanovllm.moe.offload import OffloadOptions
-from nanovllm.moe.sizing import GIB
-from nanovllm.moe.store import logger as store_logger
+from nanovllm.moe.offload.offload import OffloadOptions
+from nanovllm.moe.offload.store import logger as store_logger
 from nanovllm.runner import expert_memory
 from nanovllm.runner.limits import StepLimits
 from nanovllm.weights.checkpoint import open_checkpoint

@@ -27,11 +27,11 @@ import torch  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.hardware.graphs import capture_graph  # noqa: E402
+from nanovllm.lowrank.folder import SvdMetadata, write_metadata  # noqa: E402
 from nanovllm.ops import moe  # noqa: E402
 from nanovllm.ops.triton import moe_experts, moe_route  # noqa: E402
-from nanovllm.weights.svd_folder import SvdMetadata, write_metadata  # noqa: E402
 from tests.gpu.check_relay import spread_routing  # noqa: E402
-from tests.svd_folders import Choice, copy_model, write_svd  # noqa: E402
+from tests.lowrank.svd_folders import Choice, copy_model, write_svd  # noqa: E402
 
 DEVICE = "cuda"
 FIXTURE = ROOT / "tests/fixtures/tiny-mixtral"

@@ -27,7 +27,7 @@ from nanovllm.hardware.device import Device  # noqa: E402
 from nanovllm.hardware.graphs import capture_graph  # noqa: E402
 from nanovllm.ops import moe  # noqa: E402
 from nanovllm.ops.triton import moe_align, moe_experts, moe_route  # noqa: E402
-from nanovllm.ops.triton.moe_tiles import Plan, Tile  # noqa: E402
+from nanovllm.ops.triton.moe_tiles import Tile, TileChoice  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 2e-2, FP16: 4e-3, FP32: 2e-5}
@@ -204,7 +204,7 @@ def sweep(shape, num_tokens) -> dict:
             for numbers in tiles:
                 tile = Tile(*numbers)
                 kind = "gemv" if block_m == 1 else "tiles"
-                plan = Plan(kind, block_m, **{name: tile})
+                plan = TileChoice(kind, block_m, **{name: tile})
                 seconds = lab.try_seconds(moe_lab, [moe_lab.part(call, plan, name) for call in calls])
                 rate = None if seconds is None else distinct * moe_lab.expert_bytes * share / seconds / 1e12
                 key = f"{name} m{block_m} {'x'.join(map(str, numbers))}"

@@ -4,7 +4,7 @@
     python tests/gpu/check_offload.py --device cpu --tiny             the same path on small shapes, anywhere
 
 A stack of MoE layers in the shapes of Mixtral 8x7B, dummy experts in locked host memory, one token at a time. Which
-experts it chooses is made up (nanovllm.moe.cache.Routing: skewed popularity that drifts); a guess about the next layer
+experts it chooses is made up (cache.Routing: skewed popularity that drifts); a guess about the next layer
 is right for an expert with probability --accuracy, squared for the layer after it. Between two layers the GPU is kept
 busy for as long as attention and norms of a layer take (--between, us).
 
@@ -32,9 +32,9 @@ from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import HostBlock
 from nanovllm.layers.build import Build
 from nanovllm.model_config import MoeConfig
-from nanovllm.moe import store as store_module
-from nanovllm.moe.cache import Routing
-from nanovllm.moe.offload import GUESS_LAYERS, Offload, OffloadOptions
+from nanovllm.moe.offload import store as store_module
+from nanovllm.moe.offload.cache import Routing
+from nanovllm.moe.offload.offload import GUESS_LAYERS, Offload, OffloadOptions
 from nanovllm.ops.opset import Ops, choose_ops
 from tests.moe.offload_rig import ReferenceFiles, fill_places
 

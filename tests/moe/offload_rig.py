@@ -13,8 +13,8 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
 from nanovllm.model_config import MoeConfig
-from nanovllm.moe.offload import Offload, OffloadOptions
-from nanovllm.moe.store import ExpertStore
+from nanovllm.moe.offload.offload import Offload, OffloadOptions
+from nanovllm.moe.offload.store import ExpertStore
 from nanovllm.ops.opset import PLAIN, Ops
 from nanovllm.weights.loader import OnDisk
 
@@ -135,7 +135,7 @@ class ReferenceFiles:
         return []
 
     def location(self, name: str) -> None:
-        return None  # read through `read`, as what has another layout
+        return None  # read through `read`, as what has another form
 
     def read(self, name: str) -> torch.Tensor:
         self.num_reads += 1

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.errors import ConfigError
-from nanovllm.moe.cache import ExpertCache, ExpertStats, Routing, simulate_hit_rates
-from nanovllm.moe.sizing import spread
+from nanovllm.memory.budget import spread
+from nanovllm.moe.offload.cache import ExpertCache, ExpertStats, Routing, simulate_hit_rates
 
 
 def bring(cache: ExpertCache, layer: int, counts: dict[int, int]):

@@ -17,7 +17,8 @@ from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, Transformer
-from nanovllm.moe.layer import MoeLayer, ResidentExperts
+from nanovllm.moe.layer import MoeLayer
+from nanovllm.moe.resident import ResidentExperts
 from nanovllm.ops.opset import PLAIN
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.loader import load_weights

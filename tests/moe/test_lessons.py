@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, ModelError, SamplingParams
 from nanovllm.hardware.device import Device
-from nanovllm.moe import store as store_module
-from nanovllm.moe.offload import Offload
-from nanovllm.moe.sizing import GIB
+from nanovllm.memory.budget import GIB
+from nanovllm.moe.offload import store as store_module
+from nanovllm.moe.offload.offload import Offload
 
 TRAINED = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
 EXPERT_BYTES = 3 * 128 * 256 * 4
@@ -178,7 +178,7 @@ def test_eviction_moves_nothing_and_the_host_waits_once_a_layer(tier: str, monke
     assert (file.stat().st_mtime_ns, file.stat().st_size) == file_before
 
 
-# ---- lesson 34; its other half, Mixtral on several ranks, is tests/parallel/test_experts.py --------------------------
+# ---- lesson 34; its other half, Mixtral on several ranks, is tests/ranks/test_experts.py --------------------------
 
 
 @pytest.mark.parametrize("tier", TIERS)

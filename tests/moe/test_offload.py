@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.copies import CopyStream
-from nanovllm.moe.idle import IdleTime
-from nanovllm.moe.offload import GUESS_TOKENS, Offload, OffloadOptions
+from nanovllm.moe.offload.idle import IdleTime
+from nanovllm.moe.offload.offload import GUESS_TOKENS, Offload, OffloadOptions
 from nanovllm.ops.opset import PLAIN
 from tests.moe.offload_rig import HIDDEN, SIZE, make_rig, random_call
 

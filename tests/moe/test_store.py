@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware import pinned
-from nanovllm.moe import store as store_module
-from nanovllm.moe.offload import OffloadOptions
-from nanovllm.moe.store import ExpertShape, ExpertStore
+from nanovllm.moe.offload import store as store_module
+from nanovllm.moe.offload.offload import OffloadOptions
+from nanovllm.moe.offload.store import ExpertShape, ExpertStore
 from nanovllm.weights.safetensors_folder import SafetensorsFolder
 from tests.moe.offload_rig import CPU, HIDDEN, SIZE, LazyStream, fill_places, make_rig, random_call
 

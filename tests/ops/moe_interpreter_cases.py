@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from nanovllm.ops import moe
 from nanovllm.ops.triton import moe_align, moe_experts, moe_grouped, moe_route
-from nanovllm.ops.triton.moe_tiles import Plan, Tile
+from nanovllm.ops.triton.moe_tiles import Tile, TileChoice
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
 torch.set_num_threads(1)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-GEMV = Plan("gemv", 1, Tile(8, 32, 1, 1), Tile(16, 16, 1, 1))
-TILES = Plan("tiles", 16, Tile(16, 16, 4, 1), Tile(32, 32, 4, 1))
-WIDE = Plan("tiles", 32, Tile(64, 64, 4, 1), Tile(16, 16, 4, 1))
-GROUPED = Plan("grouped", 16)
+GEMV = TileChoice("gemv", 1, Tile(8, 32, 1, 1), Tile(16, 16, 1, 1))
+TILES = TileChoice("tiles", 16, Tile(16, 16, 4, 1), Tile(32, 32, 4, 1))
+WIDE = TileChoice("tiles", 32, Tile(64, 64, 4, 1), Tile(16, 16, 4, 1))
+GROUPED = TileChoice("grouped", 16)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from nanovllm.ops import moe
 pytest.importorskip("triton")
 
 from nanovllm.ops.triton import moe_tiles
-from nanovllm.ops.triton.moe_tiles import Plan, Shape, Tile
+from nanovllm.ops.triton.moe_tiles import MoeShape, Tile, TileChoice
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HIDDEN, SIZE = 32, 64
@@ -169,7 +169,7 @@ def test_sum_pairs_rounds_once():
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------
 
-MIXTRAL = Shape(4096, 14336, 2, torch.bfloat16)
+MIXTRAL = MoeShape(4096, 14336, 2, torch.bfloat16)
 HOPPER = (9, 0)
 
 
@@ -191,7 +191,7 @@ def test_the_rule():
         3071: ("tiles", 128),
         3072: ("grouped", 128),
     }
-    many = Shape(2048, 768, 8, torch.bfloat16)
+    many = MoeShape(2048, 768, 8, torch.bfloat16)
     plans = [moe_tiles.default_plan(n, many, HOPPER) for n in (4, 5, 64, 65, 512, 513)]
     assert [plan.block_m for plan in plans] == [1, 16, 16, 64, 64, 128]
 
@@ -200,9 +200,9 @@ def test_the_grouped_product_is_for_hopper_and_bf16():
     for shape, arch in [
         (MIXTRAL, (8, 0)),
         (MIXTRAL, (10, 0)),
-        (Shape(4096, 14336, 2, torch.float16), HOPPER),
-        (Shape(4096, 14340, 2, torch.bfloat16), HOPPER),
-        (Shape(2048, 768, 8, torch.bfloat16), HOPPER),
+        (MoeShape(4096, 14336, 2, torch.float16), HOPPER),
+        (MoeShape(4096, 14340, 2, torch.bfloat16), HOPPER),
+        (MoeShape(2048, 768, 8, torch.bfloat16), HOPPER),
     ]:
         assert not moe_tiles.uses_grouped(16384, shape, arch)
     assert moe_tiles.uses_grouped(16384, MIXTRAL, HOPPER)
@@ -210,10 +210,10 @@ def test_the_grouped_product_is_for_hopper_and_bf16():
 
 def test_low_rank_experts_have_plans_of_their_own():
     """No grouped product, no entries that were measured of dense experts, and a second product of other sizes."""
-    low_rank = Shape(1024, 14336, 2, torch.bfloat16, (4096, 1024))
+    low_rank = MoeShape(1024, 14336, 2, torch.bfloat16, (4096, 1024))
     assert not moe_tiles.uses_grouped(16384, low_rank, HOPPER)
     assert moe_tiles.default_plan(16384, low_rank, HOPPER).kind == "tiles"
-    small = Shape(1024, 14336, 2, torch.bfloat16, (4096, 256))
+    small = MoeShape(1024, 14336, 2, torch.bfloat16, (4096, 256))
     assert moe_tiles.default_plan(1, small, HOPPER).down.block_k == 256
 
 
@@ -221,7 +221,7 @@ def test_low_rank_experts_have_plans_of_their_own():
 def test_stages_of_low_rank_experts_fit_the_shared_memory(arch):
     limit = moe_tiles.SHARED.get(arch, moe_tiles.LEAST_SHARED)
     for num_tokens in (3, 17, 65, 129, 513):
-        plan = moe_tiles.default_plan(num_tokens, Shape(1024, 14336, 2, torch.float16, (4096, 1024)), arch)
+        plan = moe_tiles.default_plan(num_tokens, MoeShape(1024, 14336, 2, torch.float16, (4096, 1024)), arch)
         tile = plan.gate_up
         assert tile.num_stages * 2 * (plan.block_m + tile.block_n) * tile.block_k * 2 <= limit
         assert tile.num_stages >= 2
@@ -231,7 +231,7 @@ def test_stages_of_low_rank_experts_fit_the_shared_memory(arch):
 def test_stages_fit_the_shared_memory(arch):
     limit = moe_tiles.SHARED.get(arch, moe_tiles.LEAST_SHARED)
     for num_tokens in (3, 17, 65, 129, 513):
-        plan = moe_tiles.default_plan(num_tokens, Shape(4096, 14336, 2, torch.float16), arch)
+        plan = moe_tiles.default_plan(num_tokens, MoeShape(4096, 14336, 2, torch.float16), arch)
         for tile, num_weights in ((plan.gate_up, 2), (plan.down, 1)):
             assert tile.num_stages * (plan.block_m + num_weights * tile.block_n) * tile.block_k * 2 <= limit
             assert tile.num_stages >= 2
@@ -252,9 +252,9 @@ def test_the_table_as_shipped_is_sound():
 
 def test_a_table_is_read_as_written(tmp_path):
     path = tmp_path / "tiles.json"
-    first = Plan("tiles", 32, Tile(64, 128, 4, 3), Tile(128, 64, 8, 4))
+    first = TileChoice("tiles", 32, Tile(64, 128, 4, 3), Tile(128, 64, 8, 4))
     moe_tiles.write_table(path, [moe_tiles.entry_of("card", MIXTRAL, 64, first)])
-    second = Plan("gemv", 1, Tile(1, 512, 1, 1), Tile(2, 1024, 1, 1))
+    second = TileChoice("gemv", 1, Tile(1, 512, 1, 1), Tile(2, 1024, 1, 1))
     moe_tiles.write_table(path, [moe_tiles.entry_of("card", MIXTRAL, n, second) for n in (64, 1)])
     moe_tiles.write_table(path, [moe_tiles.entry_of("other", MIXTRAL, 1, first)])
     key = ("card", 4096, 14336, 2, 2)
@@ -278,7 +278,7 @@ def test_a_table_is_read_as_written(tmp_path):
     ],
 )
 def test_a_wrong_entry_is_refused(tmp_path, change, complaint):
-    entry = moe_tiles.entry_of("card", MIXTRAL, 64, Plan("tiles", 32)) | change
+    entry = moe_tiles.entry_of("card", MIXTRAL, 64, TileChoice("tiles", 32)) | change
     path = tmp_path / "tiles.json"
     path.write_text(json.dumps([entry]))
     with pytest.raises(ConfigError, match=complaint):

@@ -115,7 +115,7 @@ def test_an_absurd_length_is_refused() -> None:
 
 
 def test_the_measured_cost_of_a_message_is_below_100_us() -> None:
-    """tests/parallel/measure_message.py wrote it: 256 sequences; write, send, receive and read together."""
+    """tests/ranks/measure_message.py wrote it: 256 sequences; write, send, receive and read together."""
     rows = json.loads((RESULTS / "2026-11-15-cpu-plan-message.json").read_text(encoding="utf-8"))["rows"]
     (row,) = [row for row in rows if row["num_seqs"] == 256]
     for name in ("quietest_us", "median_us"):

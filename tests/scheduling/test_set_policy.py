@@ -1,6 +1,6 @@
 """Another policy while sequences run and wait: the line and the ranks are those of the new one, and nothing breaks.
 
-Random traffic with switches, overlap, failures and preemption runs in tests/engine/test_watch.py; here it is without a
+Random traffic with switches, overlap, failures and preemption runs in telemetry/test_feed.py; here it is without a
 watcher, and the cases that a person would write down.
 """
 

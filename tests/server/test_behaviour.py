@@ -23,7 +23,7 @@ import pytest
 
 from nanovllm.server import run
 from nanovllm.server.guard import Guard
-from tests.parallel.test_faults import stop
+from tests.ranks.test_faults import stop
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 

@@ -23,14 +23,14 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from nanovllm.engine.readers import Mailbox
-from nanovllm.engine.replay import Replay, check_event, read_trace
 from nanovllm.errors import ConfigError
 from nanovllm.server import engine_api
 from nanovllm.server.files import MEDIA_TYPES, PAGE
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.trace_app import make_trace_app
-from tests.cli.runner import SMALL, Run, make_runner
+from nanovllm.telemetry.readers import EventQueue
+from nanovllm.telemetry.trace import Replay, check_event, read_trace
+from tests.cli.runner import SMALL, Run
 from tests.server.rig import Running, running, until
 from tests.server.test_behaviour import start_process
 from tests.tiny_models import TinyModel
@@ -283,14 +283,14 @@ def test_no_more_than_max_watchers_and_who_leaves_makes_room(watched: Running) -
 
 
 def test_a_slow_reader_loses_events_and_gets_a_snapshot(watched: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    boxes: list[Mailbox] = []
+    boxes: list[EventQueue] = []
 
-    class Small(Mailbox):
+    class Small(EventQueue):
         def __init__(self) -> None:
             super().__init__(limit=4)
             boxes.append(self)
 
-    monkeypatch.setattr(engine_api, "Mailbox", Small)
+    monkeypatch.setattr(engine_api, "EventQueue", Small)
     host, port = watched.url.removeprefix("http://").split(":")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -327,7 +327,7 @@ def after_gaps(events: list[tuple[int, bytes]]) -> list[bytes]:
 @pytest.fixture(autouse=True)
 def padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind of event for the test above: as large as it likes."""
-    monkeypatch.setattr("nanovllm.engine.watch.Feed._pad", lambda self, data: {"pad": data.decode()}, raising=False)
+    monkeypatch.setattr("nanovllm.telemetry.feed.Feed._pad", lambda self, data: {"pad": data.decode()}, raising=False)
 
 
 # ---- controls --------------------------------------------------------------------------------------------------------
@@ -509,11 +509,6 @@ def test_a_trace_is_served_to_the_page(trace: Path) -> None:
         assert client.get("/").headers["content-security-policy"]
         for path in ("/engine/events", "/v1/models", "/openapi.json"):
             assert "error" in client.get(path).json()
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return make_runner(monkeypatch, capsys)
 
 
 def test_trace_info(trace: Path, run: Run) -> None:

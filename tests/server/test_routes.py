@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.readers import TraceFile
 from nanovllm.errors import ConfigError, EngineDeadError
+from nanovllm.telemetry.readers import TraceFile
 from tests.server.rig import Running, running, until
 from tests.server.test_refusals import check_error
 from tests.tiny_models import TinyModel

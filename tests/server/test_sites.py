@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from nanovllm.engine.replay import Trace
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.trace_app import make_trace_app
+from nanovllm.telemetry.trace import Trace
 from tests.cli.runner import make_runner
 from tests.server.rig import Running, running
 from tests.server.test_refusals import check_error

@@ -162,7 +162,7 @@ def test_serve_freezes_what_it_has_built(llama: TinyModel, monkeypatch: pytest.M
     """The collector does not look again at the model, the routes and the modules. Importing the library freezes
     nothing."""
     found: list[int] = []
-    monkeypatch.setattr(server_run.Server, "run", lambda *_, **__: found.append(gc.get_freeze_count()))
+    monkeypatch.setattr(server_run.DrainingServer, "run", lambda *_, **__: found.append(gc.get_freeze_count()))
     before = gc.get_freeze_count()
     config = EngineConfig.from_options(model=str(llama.path), device="cpu", max_num_seqs=4)
     try:

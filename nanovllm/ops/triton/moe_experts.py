@@ -17,7 +17,7 @@ from nanovllm.ops.triton.moe_align import align
 from nanovllm.ops.triton.moe_gemm import between_gemm, down_gemm, gate_up_gemm
 from nanovllm.ops.triton.moe_gemv import between_gemv, down_gemv, gate_up_gemv
 from nanovllm.ops.triton.moe_grouped import grouped_pairs
-from nanovllm.ops.triton.moe_tiles import Plan, Shape, choose_plan
+from nanovllm.ops.triton.moe_tiles import MoeShape, TileChoice, choose_plan
 
 
 def expert_pairs(
@@ -27,7 +27,7 @@ def expert_pairs(
     slots: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
-    plan: Plan | None = None,
+    plan: TileChoice | None = None,
     *,
     between: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -47,7 +47,7 @@ def expert_pairs(
     if plan is None:
         is_low_rank = is_split or between is not None
         sizes = (down.shape[1], size) if is_low_rank else None
-        plan = choose_plan(num_tokens, Shape(columns, twice // 2, top_k, x.dtype, sizes), x.device)
+        plan = choose_plan(num_tokens, MoeShape(columns, twice // 2, top_k, x.dtype, sizes), x.device)
     if plan.kind == "gemv":
         active = gate_up_gemv(x, gate_up, slots, (plan.gate_up.block_n, plan.gate_up.block_k))
         if between is not None:

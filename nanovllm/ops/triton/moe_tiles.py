@@ -45,7 +45,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TileChoice:
     kind: str
     block_m: int = 16
     gate_up: Tile = Tile(32, 128)
@@ -53,7 +53,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Shape:
+class MoeShape:
     """What a plan may depend on, besides the number of tokens and the card."""
 
     hidden: int
@@ -63,14 +63,14 @@ class Shape:
     down: tuple[int, int] | None = None  # low-rank experts: outputs and columns of the second product
 
 
-def choose_plan(num_tokens: int, shape: Shape, device: torch.device) -> Plan:
+def choose_plan(num_tokens: int, shape: MoeShape, device: torch.device) -> TileChoice:
     for max_tokens, plan in _entries(shape, device):
         if num_tokens <= max_tokens:
             return plan
     return default_plan(num_tokens, shape, capability(device))
 
 
-def default_plan(num_tokens: int, shape: Shape, arch: tuple[int, int]) -> Plan:
+def default_plan(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> TileChoice:
     """The rule, from an H200's measurements (us of one layer's experts in bf16; all tokens want the same two experts /
     every token draws its own; `nanovllm bench moe`):
 
@@ -91,41 +91,41 @@ def default_plan(num_tokens: int, shape: Shape, arch: tuple[int, int]) -> Plan:
     if num_tokens <= (4 if few_meet else 2):
         return _gemv_plan(shape)
     if uses_grouped(num_tokens, shape, arch):
-        return Plan("grouped", 128)
+        return TileChoice("grouped", 128)
     if shape.dtype == torch.float32 or arch < (8, 0):
         # Ordinary cores, operands in registers (see `prefill_attention.choose_tile`).
-        return Plan("tiles", 16 if num_tokens <= 16 else 32, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+        return TileChoice("tiles", 16 if num_tokens <= 16 else 32, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
     if few_meet and num_tokens <= 64:
-        plan = Plan("tiles", 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))
+        plan = TileChoice("tiles", 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))
     elif few_meet and num_tokens <= 512:
-        plan = Plan("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+        plan = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
     elif num_tokens <= 16:
-        plan = Plan("tiles", 16, Tile(32, 128, 4, 4), Tile(32, 256, 4, 4))
+        plan = TileChoice("tiles", 16, Tile(32, 128, 4, 4), Tile(32, 256, 4, 4))
     elif num_tokens <= 64:
-        plan = Plan("tiles", 64, Tile(64, 64, 4, 4), Tile(64, 256, 4, 3))
+        plan = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(64, 256, 4, 3))
     elif num_tokens <= 128:
-        plan = Plan("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+        plan = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
     elif num_tokens <= 512:
-        plan = Plan("tiles", 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
+        plan = TileChoice("tiles", 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
     else:
-        plan = Plan("tiles", 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+        plan = TileChoice("tiles", 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
     limit = SHARED.get(arch, LEAST_SHARED)
     rows = plan.block_m * (1 if shape.down is None else 2)  # low-rank: gate and up read rows of their own
     gate_up, down = fit(plan.gate_up, rows, 2, limit), fit(plan.down, plan.block_m, 1, limit)
-    return Plan("tiles", plan.block_m, gate_up, down)
+    return TileChoice("tiles", plan.block_m, gate_up, down)
 
 
-def _gemv_plan(shape: Shape) -> Plan:
+def _gemv_plan(shape: MoeShape) -> TileChoice:
     """Many choices mean many experts: few tokens then hardly ever meet at one. Small experts want two outputs a warp
     (Qwen3-30B-A3B, one token: 15.5 + 9.1 us against 17.0 + 12.8)."""
     outputs, columns = shape.down or (shape.hidden, shape.size)
     blocks = choose_block(1, shape.hidden, shape.size, True), choose_block(1, columns, outputs, False)
     if shape.size <= 1024:
         blocks = (2, min(1024, next_power_of_2(shape.hidden))), (2, min(512, next_power_of_2(columns)))
-    return Plan("gemv", 1, *(Tile(*block, 1, 1) for block in blocks))
+    return TileChoice("gemv", 1, *(Tile(*block, 1, 1) for block in blocks))
 
 
-def uses_grouped(num_tokens: int, shape: Shape, arch: tuple[int, int]) -> bool:
+def uses_grouped(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> bool:
     """PyTorch's grouped product beats our tiles on Hopper where there are many rows of large experts (torch 2.11, one
     layer, TFLOP/s, tiles / grouped: Mixtral with 2,048 tokens 516 / 510, 4,096 551 / 611, 8,192 562 / 625; but
     Qwen3-30B-A3B with 8,192 tokens 491 / 416). Elsewhere it takes other dtypes or asks the host for the sizes of the
@@ -151,9 +151,9 @@ def fit(tile: Tile, block_m: int, num_weights: int, limit: int) -> Tile:
     return Tile(n, k, tile.num_warps, stages)
 
 
-def sizes_to_warm(max_tokens: int, shape: Shape, device: torch.device) -> list[int]:
+def sizes_to_warm(max_tokens: int, shape: MoeShape, device: torch.device) -> list[int]:
     """A number of tokens for every plan up to max_tokens, largest first: running these compiles every kernel."""
-    first: dict[Plan, int] = {}
+    first: dict[TileChoice, int] = {}
     for num_tokens in range(1, max_tokens + 1):
         first.setdefault(choose_plan(num_tokens, shape, device), num_tokens)
     return sorted(first.values(), reverse=True)
@@ -163,7 +163,7 @@ def sizes_to_warm(max_tokens: int, shape: Shape, device: torch.device) -> list[i
 
 
 @functools.cache
-def _entries(shape: Shape, device: torch.device) -> tuple[tuple[int, Plan], ...]:
+def _entries(shape: MoeShape, device: torch.device) -> tuple[tuple[int, TileChoice], ...]:
     """(max_tokens, plan) of this shape on this card, in the order of tokens. None were measured of low-rank experts."""
     if device.type != "cuda" or shape.down is not None:
         return ()
@@ -172,7 +172,7 @@ def _entries(shape: Shape, device: torch.device) -> tuple[tuple[int, Plan], ...]
     return tuple(sorted(found, key=lambda pair: pair[0]))
 
 
-def read_table(path: Path) -> list[tuple[tuple[str, int, int, int, int], int, Plan]]:
+def read_table(path: Path) -> list[tuple[tuple[str, int, int, int, int], int, TileChoice]]:
     """(device, hidden, size, top_k, element_size), max_tokens, plan; a wrong entry is refused by its number."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -183,7 +183,7 @@ def read_table(path: Path) -> list[tuple[tuple[str, int, int, int, int], int, Pl
     return [_parse(entry, f"{path}: entry {i}") for i, entry in enumerate(entries)]
 
 
-def _parse(entry: object, where: str) -> tuple[tuple[str, int, int, int, int], int, Plan]:
+def _parse(entry: object, where: str) -> tuple[tuple[str, int, int, int, int], int, TileChoice]:
     if not isinstance(entry, dict) or not isinstance(entry.get("device"), str) or entry.get("kind") not in KINDS:
         raise ConfigError(f"{where}: needs a device and a kind of {', '.join(KINDS)}, is {entry!r}")
     counts = [
@@ -193,7 +193,7 @@ def _parse(entry: object, where: str) -> tuple[tuple[str, int, int, int, int], i
     tiles = [_parse_tile(entry.get(name), entry["kind"], f"{where}, {name}") for name in ("gate_up", "down")]
     if block_m != next_power_of_2(block_m) or (entry["kind"] == "tiles" and block_m < 16):
         raise ConfigError(f"{where}: block_m={block_m} must be a power of two, at least 16 for tiles")
-    return (entry["device"], *counts[:4]), counts[4], Plan(entry["kind"], block_m, *tiles)
+    return (entry["device"], *counts[:4]), counts[4], TileChoice(entry["kind"], block_m, *tiles)
 
 
 def _integer(entry: dict, name: str, where: str, least: int, most: int) -> int:
@@ -214,7 +214,7 @@ def _parse_tile(value: object, kind: str, where: str) -> Tile:
     return Tile(*found)
 
 
-def entry_of(device: str, shape: Shape, max_tokens: int, plan: Plan) -> dict:
+def entry_of(device: str, shape: MoeShape, max_tokens: int, plan: TileChoice) -> dict:
     """What the table holds of a plan: the inverse of reading it."""
     return {
         "device": device,

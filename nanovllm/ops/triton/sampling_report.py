@@ -73,11 +73,8 @@ def report_kernel(
     c = tl.arange(0, _CAP)
     if found <= _CAP:
         tl.store(out_ids_ptr + out + 1 + c, ids, mask=c < num_top)
-        tl.store(
-            out_logprobs_ptr + out + 1 + c,
-            tl.where(c < found, unorder(keys) - log_total, float("-inf")),
-            mask=c < num_top,
-        )
+        logprobs = tl.where(c < found, unorder(keys) - log_total, float("-inf"))
+        tl.store(out_logprobs_ptr + out + 1 + c, logprobs, mask=c < num_top)
     else:  # more equal logits than fit: the next one in order, num_top times
         last_key, last_id = tl.full([], 0xFFFFFFFF, dtype=tl.uint32), tl.full([], -1, dtype=tl.int32)
         for n in range(num_top):

@@ -1,4 +1,4 @@
-// Replay: from the engine's events to what the engine holds. No DOM here; the Python twin is nanovllm/engine/replay.py.
+// Replay: from the engine's events to what the engine holds. No DOM here; the Python twin is nanovllm/telemetry/trace.py.
 //
 //   const replay = new Replay(info);          // the body of /engine/info, or the header line of a trace
 //   replay.apply(event);                      // in order; a "snapshot" starts over from what it says

@@ -1,0 +1,26 @@
+"""Facts of a running engine for those who watch it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm import __version__
+from nanovllm.engine.llm_engine import LLMEngine
+
+
+def engine_info(engine: LLMEngine, model: str) -> dict[str, Any]:
+    """The header of a trace and of the page's feed: what stays the same while an engine runs, except the policy."""
+    scheduler = engine.scheduler
+    return {
+        "version": __version__,
+        "model": model,
+        "policy": scheduler.policy.name,
+        "num_blocks": scheduler.blocks.num_blocks,
+        "block_size": scheduler.blocks.block_size,
+        "max_num_seqs": scheduler.limits.max_num_seqs,
+        "max_num_batched_tokens": scheduler.limits.max_num_batched_tokens,
+        "max_model_len": scheduler.limits.max_model_len,
+        "prefix_caching": scheduler.blocks.enable_prefix_caching,
+        "paused": engine.watch.is_paused,
+        "device": str(engine.describe()["runs_on"]["device"]),
+    }

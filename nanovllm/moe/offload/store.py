@@ -1,0 +1,370 @@
+"""ExpertStore: where experts wait for their turn, in page-locked host memory or on disk.
+
+An expert is one block of numbers, [gate | up | down], the form it has in a slot of the device: one copy brings it
+there. Its sizes are the layer's own (weights/expert_form.py): ranks differ from layer to layer. One of several ranks
+of a tensor-parallel engine stores, and reads, its own share of each expert. Blocks are locked one
+by one until the limit is reached or the system refuses; the other experts stay in the model's files and are read when
+they are wanted, in chunks through two small locked buffers: while one chunk travels to the device the next is read.
+That tier is as slow as the disk, and it needs no memory.
+
+Where there is one, an expert does not keep its block for ever (cache.py says why): `save` gives it to another
+expert of the layer, whose bytes come back from the device. Files never change, so whatever interrupts that, an expert
+without a block is read from its file.
+
+Files are read with `preadv`, not through a mapping: a file that shrinks while it is served is then an error with its
+name. Numbers of another dtype than the device computes in are converted chunk by chunk. Low-rank experts are stored in
+another form than they are computed in: from disk they are read and turned a matrix at a time, into memory of its own.
+Correct, and slower still.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from nanovllm.errors import ConfigError, ModelError
+from nanovllm.hardware.copies import CopyStream, Mark
+from nanovllm.hardware.device import Device
+from nanovllm.hardware.parallel import Shard
+from nanovllm.hardware.pinned import HostBlock, available_host_bytes
+from nanovllm.memory.budget import fit_host
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.expert_form import DOWN, ExpertForm
+from nanovllm.weights.loader import OnDisk, Place, ShardPlace, as_place
+from nanovllm.weights.safetensors_folder import Location
+
+logger = logging.getLogger("nanovllm")
+
+CHUNK_BYTES = 16 << 20
+HOST_SHARE = 0.8  # of the memory that is available, if the user sets no limit
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """`numel` and `num_bytes` are those of the largest expert, of which every slot has room for one."""
+
+    layers: tuple[int, ...]  # numbers of the sparse layers in the model
+    num_experts: int  # in one layer
+    forms: tuple[ExpertForm, ...]  # of the sparse layers; of this rank's share of an expert
+    dtype: torch.dtype
+    shards: tuple[dict[str, Shard], ...] = ()  # by layer: part -> which piece of the checkpoint's tensor that share is
+
+    @classmethod
+    def dense(
+        cls, layers: tuple[int, ...], num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype
+    ) -> ExpertShape:
+        return cls(layers, num_experts, (ExpertForm.dense(hidden, intermediate),) * len(layers), dtype)
+
+    @cached_property
+    def numel(self) -> int:
+        return max(form.numel for form in self.forms)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Of one expert, by layer."""
+        return tuple(form.numel * self.dtype.itemsize for form in self.forms)
+
+    def num_pieces(self, piece_bytes: int) -> int:
+        """Of an expert: whole pieces in every layer, so that bytes are counted exactly; 84 for Mixtral 8x7B."""
+        common = math.gcd(*(form.numel for form in self.forms))
+        num_pieces = min(-(-self.num_bytes // piece_bytes), common)
+        while common % num_pieces:
+            num_pieces += 1
+        return num_pieces
+
+    def shard(self, layer: int, part: str) -> Shard | None:
+        """None: the part is whole."""
+        found = self.shards[layer].get(part) if self.shards else None
+        return None if found is None or found.length == found.total else found
+
+    def views(self, block: torch.Tensor, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate_up [..., 2I, K] and down [..., rows, columns] of blocks [..., at least as many numbers as there are]."""
+        form, lead = self.forms[layer], block.shape[:-1]
+        split = 2 * form.intermediate * form.columns
+        gate_up = block[..., :split].view(*lead, 2 * form.intermediate, form.columns)
+        return gate_up, block[..., split : form.numel].view(*lead, *form.parts[DOWN])
+
+
+@dataclass
+class _Chunk:
+    block: HostBlock
+    sent: Mark | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of an expert's tensors on disk: its place in a file or, where that is another form, its name."""
+
+    source: Location | str
+    columns: int  # numbers in a row of this rank's share
+    shard: Shard | None  # which piece of the tensor that is; None: all
+
+    def spans(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where `count` numbers from `start` of the share lie in the whole: (first, how many), in order."""
+        if self.shard is None or self.shard.dim == 0:
+            yield start + (0 if self.shard is None else self.shard.start * self.columns), count
+            return
+        while count:
+            row, column = divmod(start, self.columns)
+            size = min(self.columns - column, count)
+            yield row * self.shard.total + self.shard.start + column, size
+            start, count = start + size, count - size
+
+
+@dataclass
+class _File:
+    """An expert on disk."""
+
+    parts: dict[str, _Part] = field(default_factory=dict)
+
+
+class ExpertStore:
+    def __init__(
+        self,
+        shape: ExpertShape,
+        device: Device,
+        stream: CopyStream,
+        checkpoint: Checkpoint | None,
+        host_bytes: int | None = None,
+        quotas: Sequence[int] = (),
+    ) -> None:
+        """`checkpoint`: where experts without room in host memory are read from; None = dummy weights, nowhere.
+        `quotas`: how many of each layer the device can keep instead."""
+        self.shape = shape
+        self._stream, self._checkpoint = stream, checkpoint
+        self._blocks: list[list[HostBlock]] = [[] for _ in shape.layers]  # by layer
+        self.held: list[dict[int, HostBlock]] = [{} for _ in shape.layers]  # expert -> the one that holds it now
+        self._saved: Mark | None = None
+        self._files: dict[tuple[int, int], _File] = {}
+        self._open: dict[Path, int] = {}
+        self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
+        self._turned: tuple[str, torch.Tensor] | None = None  # a matrix that several chunks take their numbers from
+        self._chunks: list[_Chunk] = []
+        self._next_chunk = 0
+        try:
+            host_bytes = int(available_host_bytes() * HOST_SHARE) if host_bytes is None else host_bytes
+            self._reserve(device, host_bytes, quotas or [0] * len(shape.layers))
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, device: Device, host_bytes: int, quotas: Sequence[int]) -> None:
+        """In the order of `fit_host`, whose sum is all that matters here."""
+        shape, layers = self.shape, range(len(self.shape.layers))
+        keys = [(layer, expert) for expert in range(shape.num_experts) for layer in reversed(layers)]
+        fitting = fit_host(host_bytes, shape.layer_bytes, shape.num_experts)
+        reason = f"the limit is {host_bytes / GIB:.2f} GiB"
+        for layer, expert in keys[: sum(fitting)]:
+            try:
+                block = HostBlock(shape.forms[layer].numel, shape.dtype, device)
+            except MemoryError as error:
+                reason = f"the system refused more: {error}"
+                break
+            self._blocks[layer].append(block)
+            self.held[layer][expert] = block
+        if self.num_in_memory < len(keys):
+            self._stay_on_disk(keys, reason, device, self.num_on_disk(quotas))
+
+    def _stay_on_disk(self, keys: list[tuple[int, int]], reason: str, device: Device, num_left: int) -> None:
+        """`num_left`: so many have no room on the device either."""
+        sizes, num_rest = self.shape.layer_bytes, len(keys) - self.num_in_memory
+        locked = sum(size * len(blocks) for size, blocks in zip(sizes, self._blocks)) / GIB
+        wanted = sum(sizes) * self.shape.num_experts / GIB
+        figures = f"{locked:.2f} of {wanted:.2f} GiB of experts are in locked host memory ({reason})"
+        remedy = f"give expert_host_gb={-(-wanted * 100 // 1) / 100} (and a machine that has it)"
+        if self._checkpoint is None:
+            raise ConfigError(f"{figures}, and dummy weights have no files to read the others from: {remedy}")
+        names = self._checkpoint.names()
+        if names and self._checkpoint.location(names[0]) is None:
+            raise ConfigError(
+                f"{figures}, and experts in a GGUF file cannot be read from disk as they are needed: {remedy}, or use "
+                "the model's safetensors"
+            )
+        figures += f"; the other {num_rest} of {len(keys)} are read from disk "
+        if num_left == 0:
+            logger.info("%sonce: host and device together hold all", figures)
+        else:
+            logger.warning(
+                "%swhen they are needed, which is slow, but for %d that the device has room for: %s",
+                figures,
+                num_rest - num_left,
+                remedy,
+            )
+        self._files = {key: _File() for key in keys}
+        size = min(CHUNK_BYTES // self.shape.dtype.itemsize, self.shape.numel)
+        try:
+            self._chunks = [_Chunk(HostBlock(size, self.shape.dtype, device)) for _ in range(2)]
+        except MemoryError as error:
+            raise ConfigError(f"not even {2 * CHUNK_BYTES >> 20} MiB of host memory can be locked ({error})") from error
+
+    def places(self) -> dict[str, dict[str, Place]]:
+        """For the loader: parameter as it would be called -> part -> where it goes."""
+        shape = self.shape
+        places: dict[str, dict[str, Place]] = {}
+        for layer, number in enumerate(shape.layers):
+            gate_up = places[f"layers.{number}.mlp.experts.gate_up.weight"] = {}
+            down = places[f"layers.{number}.mlp.experts.down.weight"] = {}
+            for expert in range(shape.num_experts):
+                parts = self._expert_places(layer, expert)
+                gate_up[f"{expert}.gate"], gate_up[f"{expert}.up"], down[str(expert)] = parts
+        return places
+
+    def _expert_places(self, layer: int, expert: int) -> list[Place]:
+        form, block = self.shape.forms[layer], self.held[layer].get(expert)
+        copies: list[torch.Tensor | ShardPlace | None] = [None] * 3
+        if block is not None:
+            gate_up, down = self.shape.views(block.tensor, layer)
+            targets = zip(form.parts, (*gate_up.split(form.intermediate), down))
+            copies = [as_place(target, self.shape.shard(layer, part)) for part, target in targets]
+        if not self._files:
+            return [copy for copy in copies if copy is not None]
+        places: list[Place] = []
+        for (part, size), copy in zip(form.parts.items(), copies):
+            shard, whole = self.shape.shard(layer, part), list(size)
+            if shard is not None:
+                whole[shard.dim] = shard.total
+            places.append(OnDisk(tuple(whole), partial(self._remember, (layer, expert), part), copy))
+        return places
+
+    def _remember(self, key: tuple[int, int], part: str, name: str) -> None:
+        assert self._checkpoint is not None
+        location = self._checkpoint.location(name)
+        columns, shard = self.shape.forms[key[0]].parts[part][1], self.shape.shard(key[0], part)
+        self._files[key].parts[part] = _Part(name if location is None else location, columns, shard)
+        if location is None:
+            return
+        if location.path not in self._open:  # now: another file of that name may have other numbers later
+            self._open[location.path] = _open_file(location.path)
+        if location.dtype != self.shape.dtype:  # a miss allocates nothing
+            size = len(self._chunks[0].block.tensor) * location.dtype.itemsize
+            self._raw = self._raw if len(self._raw) >= size else torch.empty(size, dtype=torch.uint8)
+
+    @property
+    def num_blocks(self) -> list[int]:
+        return [len(blocks) for blocks in self._blocks]
+
+    @property
+    def num_in_memory(self) -> int:
+        return sum(self.num_blocks)
+
+    def num_on_disk(self, quotas: Sequence[int]) -> int:
+        """Experts that neither host memory nor the cached slots have room for."""
+        return sum(max(self.shape.num_experts - blocks - quota, 0) for blocks, quota in zip(self.num_blocks, quotas))
+
+    def in_memory(self, layer: int, expert: int) -> bool:
+        return expert in self.held[layer]
+
+    def block(self, layer: int, expert: int) -> torch.Tensor:
+        if self._saved is not None:
+            self._stream.wait(self._saved)
+        return self.held[layer][expert].tensor
+
+    def any_block(self) -> torch.Tensor | None:
+        return next((block.tensor for blocks in self._blocks for block in blocks), None)
+
+    def save(self, layer: int, expert: int, instead: int | None, memory: torch.Tensor) -> None:
+        """Queues the copy of a whole expert from `memory`, a slot, to the block of another one of its layer. The block
+        belongs to neither until the copy is queued; None: to one that an interrupt left so."""
+        held = self.held[layer]
+        block = (set(self._blocks[layer]) - set(held.values())).pop() if instead is None else held.pop(instead)
+        self._stream.copy(block.tensor, memory[: len(block.tensor)])
+        self._saved = self._stream.mark_copies()
+        held[expert] = block
+
+    def send(self, layer: int, expert: int, start: int, stop: int, memory: torch.Tensor) -> None:
+        """Queues the copy of numbers start..stop of an expert to the same place in `memory`."""
+        if expert in self.held[layer]:
+            self._stream.copy(memory[start:stop], self.held[layer][expert].tensor[start:stop])
+            return
+        file = self._files[layer, expert]
+        assert len(file.parts) == 3, "the loader has told where it is"
+        while start < stop:
+            end = min(stop, start + len(self._chunks[0].block.tensor))
+            chunk = self._chunks[self._next_chunk]
+            self._next_chunk = (self._next_chunk + 1) % len(self._chunks)
+            if chunk.sent is not None:
+                self._stream.wait(chunk.sent)  # the buffer is still being read
+            buffer = chunk.block.tensor[: end - start]
+            self._read(layer, file, start, buffer)
+            self._stream.copy(memory[start:end], buffer)
+            chunk.sent = self._stream.mark_copies()
+            start = end
+
+    def _read(self, layer: int, file: _File, start: int, buffer: torch.Tensor) -> None:
+        """Numbers from `start` of the block [gate | up | down]; a chunk may reach over two of them."""
+        begin = 0
+        for part, (rows, columns) in self.shape.forms[layer].parts.items():
+            end = begin + rows * columns
+            first, last = max(start, begin), min(start + len(buffer), end)
+            if first < last:
+                self._read_part(file.parts[part], first - begin, buffer[first - start : last - start])
+            begin = end
+
+    def _read_part(self, part: _Part, start: int, buffer: torch.Tensor) -> None:
+        location = part.source
+        if isinstance(location, str):
+            buffer.copy_(self._in_our_format(location, part.shard)[start : start + len(buffer)])
+            return
+        raw = buffer
+        if location.dtype != buffer.dtype:
+            raw = self._raw[: len(buffer) * location.dtype.itemsize].view(location.dtype)
+        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize
+        for first, count in part.spans(start, len(buffer)):
+            self._pread(location, location.offset + first * size, view[: count * size])
+            view = view[count * size :]
+        if raw is not buffer:
+            buffer.copy_(raw)
+
+    def _pread(self, location: Location, offset: int, view: memoryview) -> None:
+        try:
+            while view:
+                count = os.preadv(self._open[location.path], [view], offset)
+                if count == 0:
+                    raise ModelError(
+                        f"{location.path}: ends before byte {offset + len(view)}: it was cut or replaced while it is "
+                        "served; restore it and start the engine again"
+                    )
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise ModelError(f"{location.path}: an expert cannot be read ({error.strerror})") from error
+
+    def _in_our_format(self, name: str, shard: Shard | None) -> torch.Tensor:
+        """All our numbers of a tensor in our form. Chunks of it follow each other, so the last one is kept."""
+        assert self._checkpoint is not None
+        if self._turned is None or self._turned[0] != name:
+            self._turned = None  # before the next is allocated
+            if shard is None:
+                found = self._checkpoint.read(name)
+            else:
+                found = self._checkpoint.read_piece(name, shard.dim, shard.start, shard.length)
+            self._turned = name, found.flatten()
+        return self._turned[1]
+
+    def close(self) -> None:
+        """Copies must have ended: memory is unlocked here."""
+        for block in [*chain(*self._blocks), *(chunk.block for chunk in self._chunks)]:
+            block.close()
+        for memory in (*self._blocks, *self.held, self._chunks):
+            memory.clear()
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _open_file(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be opened ({error.strerror}), but experts are to be read from it") from error
