@@ -8,7 +8,7 @@ kernel reads what has not arrived. Here the two kinds of order are two calls on 
     mark = stream.mark_compute()    after everything queued for computing so far
     stream.hold_copies(mark)        what is queued for copying from now on waits for it
 
-`Slot` is the only user: it owns the buffer together with both marks, so that neither can be forgotten.
+`ExpertBuffer` is the only user: it owns the buffer together with both marks, so that neither can be forgotten.
 
 CopyStream itself is the version for a CPU: a copy is done when `copy` returns and marks are times.
 
@@ -175,7 +175,7 @@ def open_copy_stream(device: Device) -> CopyStream:
     return GpuCopyStream(device) if device.is_gpu else CopyStream()
 
 
-class Slot:
+class ExpertBuffer:
     """A buffer that copies fill and kernels read. It is written by `fill` and read inside `reading`, which keep the
     order: filled only after its last use, read only after its last copy."""
 
@@ -205,11 +205,11 @@ class Slot:
 
 
 @contextmanager
-def reading(slots: Sequence[Slot], stalls: StallClock | None = None) -> Iterator[None]:
-    """What is queued for computing in this block may read these slots."""
-    assert slots
-    stream = slots[0]._stream
-    marks = [slot._copied for slot in slots if slot._copied is not None]
+def reading(buffers: Sequence[ExpertBuffer], stalls: StallClock | None = None) -> Iterator[None]:
+    """What is queued for computing in this block may read these buffers."""
+    assert buffers
+    stream = buffers[0]._stream
+    marks = [buffer._copied for buffer in buffers if buffer._copied is not None]
     last = max(marks, key=lambda mark: mark.number, default=None)
     if last is not None and stream.awaits(last):
         if stalls is not None:
@@ -220,8 +220,8 @@ def reading(slots: Sequence[Slot], stalls: StallClock | None = None) -> Iterator
         yield
     finally:
         used = stream.mark_compute()
-        for slot in slots:
-            slot._used = used
+        for buffer in buffers:
+            buffer._used = used
 
 
 class StallClock:

@@ -42,7 +42,7 @@ class HostedExperts(Protocol):
 
     def enter(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def pairs(self, z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+    def pairs(self, z: torch.Tensor, buffers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
 
     def leave(self, total: torch.Tensor) -> torch.Tensor: ...
 
@@ -80,21 +80,21 @@ class Spread:
         came = ranks.exchange_rows(_pack(z[pairs // top_k], local, share), sent, received)
         found, out_size = z.new_empty(0, experts.form.out_size), experts.form.out_size
         if len(came):
-            theirs, slots, share = _unpack(came, z.dtype)
-            found = experts.pairs(theirs, slots[:, None], share[:, None])[:, 0]
+            theirs, buffers, share = _unpack(came, z.dtype)
+            found = experts.pairs(theirs, buffers[:, None], share[:, None])[:, 0]
         back = ranks.exchange_rows(found, received, sent)
         rows = torch.empty_like(back)
         rows[order] = back
         return rows.view(num_tokens, top_k * shares, out_size)
 
 
-def _pack(z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _pack(z: torch.Tensor, buffers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """One message instead of three: [rows, bytes]."""
-    parts = (z, slots.int()[:, None], weights.float()[:, None])
+    parts = (z, buffers.int()[:, None], weights.float()[:, None])
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
 
 
 def _unpack(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     z = packed[:, :-EXTRA].contiguous().view(dtype)
-    slots, weights = (part.contiguous() for part in packed[:, -EXTRA:].split(EXTRA // 2, 1))
-    return z, slots.view(torch.int32)[:, 0], weights.view(torch.float32)[:, 0]
+    buffers, weights = (part.contiguous() for part in packed[:, -EXTRA:].split(EXTRA // 2, 1))
+    return z, buffers.view(torch.int32)[:, 0], weights.view(torch.float32)[:, 0]

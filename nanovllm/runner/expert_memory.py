@@ -3,7 +3,7 @@
 The arithmetic is `memory/budget.py`, which `nanovllm plan` uses too, so a plan made before anything is loaded and the
 engine agree.
 
-Several ranks must place experts alike: one that computes from slots while another has no room for as many would let
+Several ranks must place experts alike: one that computes from buffers while another has no room for as many would let
 all wait for it. They agree on the facts, each the least that any rank found, and then decide each for itself by the
 same arithmetic. What differs after that, because it is measured (idle time, and so guesses) or granted (how much memory
 may be locked), only says when an expert's bytes arrive on that rank, or whether its CPU computes a rare miss: every
@@ -102,7 +102,7 @@ def size_experts(
     if parallel.expert_size > 1:
         wants = replace(wants, placement="resident")  # config.py refuses to offload them
     if not device.is_gpu:
-        # Slots and host memory are the same memory here: resident unless asked otherwise, whatever it takes.
+        # Buffers and host memory are the same memory here: resident unless asked otherwise, whatever it takes.
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
     facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, parallel.size, parallel.expert_size)
@@ -134,7 +134,7 @@ def open_offload(
     files = None if config.load_format == "dummy" else checkpoint
     offload = Offload(model.moe, model.hidden_size, build, device, options, files, forms=forms)
     logger.info(
-        "experts: %d slots of %s on %s, %d of them stream",
+        "experts: %d buffers of %s on %s, %d of them stream",
         tiers.num_slots,
         gib(tiers.expert_bytes),
         device.name,

@@ -126,16 +126,16 @@ def test_full_rank_is_the_teacher(
 
 
 def options_of(path: Path) -> list[dict[str, Any]]:
-    """Slots for top_k, some and all; host memory for all, some and none."""
+    """Buffers for top_k, some and all; host memory for all, some and none."""
     llm = make(path)
     try:
         facts = ModelFacts(llm.engine.model_config, 4, forms=low_rank_forms(path, llm.engine.model_config))
     finally:
         llm.close()
-    slot, everything = facts.expert_bytes, facts.all_experts_bytes
+    buffer, everything = facts.expert_bytes, facts.all_experts_bytes
     return [
-        {"expert_cache_gb": num_slots * slot / GIB, "expert_host_gb": (everything * share + slot) / GIB, **more}
-        for num_slots, share, more in (
+        {"expert_cache_gb": num_buffers * buffer / GIB, "expert_host_gb": (everything * share + buffer) / GIB, **more}
+        for num_buffers, share, more in (
             (2, 1.0, {}),
             (7, 0.5, {"expert_policy": "lru"}),
             (9, 0.0, {"expert_prefetch": False}),

@@ -1,5 +1,5 @@
 """An engine whose experts are offloaded says what the engine with resident experts says, to the last bit of every
-logprob: for every number of slots, policy, tier, and whatever the scheduler does to a batch. And what it tells about
+logprob: for every number of buffers, policy, tier, and whatever the scheduler does to a batch. And what it tells about
 itself: metrics, the log, the plan."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Facts:
         return num_experts * self.expert_bytes / GIB
 
     @property
-    def most_slots(self) -> int:
+    def most_buffers(self) -> int:
         return self.num_experts + 2 * self.top_k
 
 
@@ -125,7 +125,7 @@ def first_tokens(requests: list[Said]) -> list[list[int]]:
     return [request.completions[0][0] for request in requests[: len(PROMPTS)]]
 
 
-def slots_of(llm: LLM) -> tuple[int, int]:
+def buffers_of(llm: LLM) -> tuple[int, int]:
     experts = llm.engine.describe()["runs_on"]["experts"]
     return experts["cached_slots"], experts["streaming_slots"]
 
@@ -149,14 +149,14 @@ def resident(facts: Find) -> Resident:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_number_of_slots(name: str, facts: Find, resident: Resident) -> None:
+def test_every_number_of_buffers(name: str, facts: Find, resident: Resident) -> None:
     """From top_k, where everything streams, to all experts and the ring; one more changes nothing."""
     model, wanted = facts(name), resident(name)
-    numbers = sorted({2, 3, 4, 5, 7, model.num_experts - 1, model.num_experts, model.most_slots, model.most_slots + 1})
+    numbers = sorted({2, 3, 4, 5, 7, model.num_experts - 1, model.num_experts, model.most_buffers, model.most_buffers + 1})
     rates = []
     for number in numbers:
         with make(model.path, expert_cache_gb=model.gb(number)) as llm:
-            assert sum(slots_of(llm)) == min(number, model.most_slots)
+            assert sum(buffers_of(llm)) == min(number, model.most_buffers)
             assert said(llm) == wanted, number
             stats = llm.engine.executor.expert_stats()
             assert stats is not None
@@ -219,7 +219,7 @@ def test_whatever_happens_to_the_batch(name: str, scenario: str, facts: Find, re
     model, options = facts(name), SCENARIOS[scenario]
     share = 2 if scenario == "16 bits" else 1
     with make(model.path, expert_cache_gb=model.gb(6) / share, expert_host_gb=model.gb(7) / share, **options) as llm:
-        assert sum(slots_of(llm)) == 6
+        assert sum(buffers_of(llm)) == 6
         found = said(llm)
         assert found == resident(name, **options)
         assert ("preemption" in scenario) == any(request.num_preemptions for request in found)
@@ -247,13 +247,13 @@ def test_nothing_is_read_from_disk_once_device_and_host_hold_all(
     name: str, policy: str, facts: Find, resident: Resident, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exactly as much room as there are experts, however it is shared out. Each expert without host memory is read at
-    most until the cached slots are full; the second round of requests reads nothing."""
+    most until the cached buffers are full; the second round of requests reads nothing."""
     model, ring, misses = facts(name), 4, []
     for in_host in (model.num_experts - 1, 2 * model.num_experts // 3, model.num_experts // 3, 1):
         cached = model.num_experts - in_host
         room = {"expert_cache_gb": model.gb(cached + ring), "expert_host_gb": model.gb(in_host)}
         with make(model.path, expert_policy=policy, **room) as llm:
-            assert slots_of(llm) == (cached, ring)
+            assert buffers_of(llm) == (cached, ring)
             assert said(llm) == resident(name)
             store, reads = llm.engine.executor.offload.store, []
             monkeypatch.setattr(store, "_read", lambda *args, reads=reads: reads.append(args))
@@ -353,7 +353,7 @@ def test_metrics_of_a_request(facts: Find) -> None:
         assert found["misses"] + found["hits"] >= 5 * 4 * 2  # each of 5 decodes: 2 experts in each of 4 layers
         again = check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
         assert again["tokens"] == 38 - 32  # this request's own, less two blocks of the prefix cache
-    with make(model.path, expert_cache_gb=model.gb(model.most_slots)) as llm:
+    with make(model.path, expert_cache_gb=model.gb(model.most_buffers)) as llm:
         check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         warm = check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
@@ -370,7 +370,7 @@ def test_metrics_with_guesses(facts: Find) -> None:
         assert longest["prefetched_bytes_useful"] > 0
         assert longest["bytes_copied"] <= total.bytes_copied
         undecided = total.bytes_copied - total.misses * model.expert_bytes - total.prefetched_bytes_wasted
-        ring = slots_of(llm)[1]
+        ring = buffers_of(llm)[1]
         assert 0 <= undecided <= ring * model.expert_bytes  # guesses that lie in the ring still
 
 
@@ -386,7 +386,7 @@ def test_an_aborted_request_has_none_and_spoils_none(facts: Find) -> None:
 def test_the_log_says_it_too(facts: Find, caplog: pytest.LogCaptureFixture) -> None:
     model = facts("trained mixtral")
     with caplog.at_level(logging.INFO, logger="nanovllm"), make(model.path, expert_cache_gb=model.gb(8)) as llm:
-        assert "experts: 8 slots of 0.4 MiB" in caplog.text
+        assert "experts: 8 buffers of 0.4 MiB" in caplog.text
         assert "4 of them stream" in caplog.text
         output = llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0]
     lines = [record for record in caplog.records if "found on the device" in record.getMessage()]
@@ -426,7 +426,7 @@ def test_the_engine_decides_as_the_plan_says(
     card = Card(torch.device("cpu"))
     tiers = expert_memory.size_experts(config, plan.model.config, card, torch.bfloat16, limits)
     # The engine's rotary table ends at max_model_len and not where the model was trained to: its step is smaller by
-    # that, which is at most one slot.
+    # that, which is at most one buffer.
     exact = replace(plan.model, trained_len=plan.wants.max_model_len)
     planned, engines = (facts.step_bytes(limits.max_num_batched_tokens, 64) for facts in (plan.model, exact))
     shrinks = planned - engines
@@ -439,11 +439,11 @@ def test_the_engine_decides_as_the_plan_says(
     assert sum(tiers.quotas) - sum(plan.tiers.quotas) == tiers.num_slots - plan.tiers.num_slots
 
 
-@pytest.mark.parametrize("num_slots", [2, 4, 9, 36, 40])
-def test_the_engine_has_the_slots_that_were_planned(num_slots: int, facts: Find) -> None:
-    """A CPU has no context and no graphs, so what it has left is not a card's; a given number of slots is the same."""
+@pytest.mark.parametrize("num_buffers", [2, 4, 9, 36, 40])
+def test_the_engine_has_the_buffers_that_were_planned(num_buffers: int, facts: Find) -> None:
+    """A CPU has no context and no graphs, so what it has left is not a card's; a given number of buffers is the same."""
     model = facts("trained mixtral")
-    cache, host = model.gb(num_slots), model.gb(10)
+    cache, host = model.gb(num_buffers), model.gb(10)
     options = PlanOptions(
         model=str(model.path),
         gpu_memory_gb=2,
@@ -457,6 +457,6 @@ def test_the_engine_has_the_slots_that_were_planned(num_slots: int, facts: Find)
     assert plan.tiers is not None
     with LLM(**plan.settings, device="cpu", num_kvcache_blocks=16) as llm:
         experts = llm.engine.describe()["runs_on"]["experts"]
-        assert slots_of(llm) == (plan.tiers.num_cached, plan.tiers.num_streaming)
+        assert buffers_of(llm) == (plan.tiers.num_cached, plan.tiers.num_streaming)
         assert (experts["in_host_memory"], experts["on_disk"]) == (plan.tiers.host_experts, plan.tiers.disk_experts)
         assert llm.generate("The public debt", PARAMS[0], use_tqdm=False)[0].error is None

@@ -5,7 +5,7 @@
 Kernels: both sides of w2 around the boundaries of tiles, passes bit for bit, graphs replayed with another routing.
 Engine: tiny-mixtral with made-up factors, ranks differ by layer; resident, captured pieces, kernel by kernel, disk.
 Speed: Mixtral 8x7B's shapes with fewer layers and made-up weights, one sequence: low-rank (rank 1024, w2 on its output
-side) against dense in the same memory for slots, and all-resident rank 256 against dense resident.
+side) against dense in the same memory for buffers, and all-resident rank 256 against dense resident.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ PROMPTS = ["The state of our union", "My fellow Americans, this", "We", "Tonight
 
 
 class Case:
-    def __init__(self, shape: tuple, dtype: torch.dtype, num_slots: int = 8) -> None:
+    def __init__(self, shape: tuple, dtype: torch.dtype, num_buffers: int = 8) -> None:
         self.rank, self.size, down, rank2 = shape
-        self.num_slots, self.dtype = num_slots, dtype
+        self.num_buffers, self.dtype = num_buffers, dtype
         first, second = 2 * self.size * self.rank, down[0] * down[1]
-        pool = (torch.randn(num_slots, first + second + 64, device=DEVICE) * self.rank**-0.5).to(dtype)
-        self.gate_up = pool[:, :first].view(num_slots, 2 * self.size, self.rank)
-        self.down = pool[:, first : first + second].view(num_slots, *down)
+        pool = (torch.randn(num_buffers, first + second + 64, device=DEVICE) * self.rank**-0.5).to(dtype)
+        self.gate_up = pool[:, :first].view(num_buffers, 2 * self.size, self.rank)
+        self.down = pool[:, first : first + second].view(num_buffers, *down)
         between = None if rank2 is None else torch.randn(rank2, self.size, device=DEVICE) * self.size**-0.5
         self.between = None if between is None else between.to(dtype)
 
@@ -65,15 +65,15 @@ def check_twin(shape: tuple, dtype: torch.dtype) -> float:
     wide = [None if t is None else t.float() for t in (case.gate_up, case.down, case.between)]
     for num_tokens in TOKENS:
         x, ids, weights = case.inputs(num_tokens)
-        for slots in (ids, torch.full_like(ids, 7)):
-            slots = torch.where(torch.arange(slots.numel(), device=DEVICE).view_as(slots) % 5 == 4, -1, slots).int()
+        for buffers in (ids, torch.full_like(ids, 7)):
+            buffers = torch.where(torch.arange(buffers.numel(), device=DEVICE).view_as(buffers) % 5 == 4, -1, buffers).int()
             out = torch.full((num_tokens, 2, case.down.shape[1]), 7.0, device=DEVICE, dtype=dtype)
-            moe_experts.expert_pairs(x, case.gate_up, case.down, slots, weights, out, between=case.between)
+            moe_experts.expert_pairs(x, case.gate_up, case.down, buffers, weights, out, between=case.between)
             expected = torch.full(out.shape, 7.0, device=DEVICE)
-            moe.expert_pairs(x.float(), wide[0], wide[1], slots, weights, expected, between=wide[2])
+            moe.expert_pairs(x.float(), wide[0], wide[1], buffers, weights, expected, between=wide[2])
             error = ((out.float() - expected).abs() / (1 + expected.abs())).max().item()
             assert error <= TOLERANCE[dtype], f"{shape} {dtype} {num_tokens} tokens: {error:.2e}"
-            assert (out[slots < 0] == 7.0).all()
+            assert (out[buffers < 0] == 7.0).all()
             worst = max(worst, error)
     return worst
 
@@ -88,8 +88,8 @@ def check_passes(shape: tuple) -> None:
         whole = moe_experts.expert_pairs(x, case.gate_up, case.down, ids, weights, between=case.between)
         out = torch.full_like(whole, float("nan"))
         for some in ([3], [0, 7, 5], [1, 2, 4, 6]):
-            slots = torch.where(torch.isin(ids, torch.tensor(some, device=DEVICE)), elsewhere[ids.long()], -1).int()
-            moe_experts.expert_pairs(x, far.gate_up, far.down, slots, weights, out, between=case.between)
+            buffers = torch.where(torch.isin(ids, torch.tensor(some, device=DEVICE)), elsewhere[ids.long()], -1).int()
+            moe_experts.expert_pairs(x, far.gate_up, far.down, buffers, weights, out, between=case.between)
         assert torch.equal(out, whole), f"{shape} {num_tokens}: {(out != whole).float().mean():.1%} differ"
 
 
@@ -238,7 +238,7 @@ def check_speed(layers: int) -> list[dict]:
     of 4 of 8 low-rank ones, which holds few dense ones."""
     rows: list[dict] = []
     dense_bytes, low_bytes = 3 * 4096 * 14336 * 2, 3 * 1024 * 14336 * 2
-    ring = 4  # slots that copies go through: 2 x top_k
+    ring = 4  # buffers that copies go through: 2 x top_k
 
     def add(name: str, row: dict) -> None:
         rows.append({"name": name, **row})

@@ -36,12 +36,12 @@ SHAPES = {"256x384 of 8": (256, 384, 8, 2), "200x88 of 60": (200, 88, 60, 8), "6
 Jobs = list[tuple[str, Callable[[], dict]]]
 
 
-def experts(num_slots, hidden, size, dtype):
-    pool = torch.randn(num_slots, 3 * hidden * size + 64, device="cuda", dtype=FP32)
+def experts(num_buffers, hidden, size, dtype):
+    pool = torch.randn(num_buffers, 3 * hidden * size + 64, device="cuda", dtype=FP32)
     pool = (pool * hidden**-0.5).to(dtype)
     both = 2 * hidden * size
-    gate_up = pool[:, :both].view(num_slots, 2 * size, hidden)
-    return gate_up, pool[:, both : both + hidden * size].view(num_slots, hidden, size)
+    gate_up = pool[:, :both].view(num_buffers, 2 * size, hidden)
+    return gate_up, pool[:, both : both + hidden * size].view(num_buffers, hidden, size)
 
 
 def inputs(num_tokens, hidden, num_experts, top_k, dtype):
@@ -62,14 +62,14 @@ def check_experts(dtype, hidden, size, num_experts, top_k) -> dict:
     worst = 0.0
     for num_tokens in TOKENS:
         x, ids, weights = inputs(num_tokens, hidden, num_experts, top_k, dtype)
-        for slots in (ids, torch.full_like(ids, num_experts - 1)):
-            slots = torch.where(torch.arange(slots.numel(), device="cuda").view_as(slots) % 5 == 4, -1, slots).int()
+        for buffers in (ids, torch.full_like(ids, num_experts - 1)):
+            buffers = torch.where(torch.arange(buffers.numel(), device="cuda").view_as(buffers) % 5 == 4, -1, buffers).int()
             out = torch.full((num_tokens, top_k, hidden), 7.0, device="cuda", dtype=dtype)
-            moe_experts.expert_pairs(x, gate_up, down, slots, weights, out=out)
+            moe_experts.expert_pairs(x, gate_up, down, buffers, weights, out=out)
             expected = torch.full(out.shape, 7.0, device="cuda")
-            moe.expert_pairs(x.float(), gate_up.float(), down.float(), slots, weights, out=expected)
+            moe.expert_pairs(x.float(), gate_up.float(), down.float(), buffers, weights, out=expected)
             worst = max(worst, error_of(out, expected, dtype))
-            assert (out[slots < 0] == 7.0).all(), f"{num_tokens} tokens: a row without a slot was written"
+            assert (out[buffers < 0] == 7.0).all(), f"{num_tokens} tokens: a row without a buffer was written"
     return {"max_error": worst}
 
 
@@ -84,8 +84,8 @@ def check_passes(num_tokens) -> dict:
     far_up[elsewhere.long()], far_down[elsewhere.long()] = gate_up, down
     out = torch.full_like(whole, float("nan"))
     for some in ([3], [0, 7, 5], [1, 2, 4, 6]):
-        slots = torch.where(torch.isin(ids, torch.tensor(some, device="cuda")), elsewhere[ids.long()], -1).int()
-        moe_experts.expert_pairs(x, far_up, far_down, slots, weights, out=out)
+        buffers = torch.where(torch.isin(ids, torch.tensor(some, device="cuda")), elsewhere[ids.long()], -1).int()
+        moe_experts.expert_pairs(x, far_up, far_down, buffers, weights, out=out)
     assert torch.equal(out, whole), f"{(out != whole).float().mean():.1%} of the numbers differ"
     again = moe_experts.expert_pairs(x, gate_up, down, ids, weights)
     assert torch.equal(again, whole), "two runs differ"
@@ -112,34 +112,34 @@ def check_graph(num_tokens) -> dict:
     return {"max_error": 0.0}
 
 
-def check_far_slot() -> dict:
-    """Element offsets beyond 2^31: 48 slots of the size of Mixtral's experts."""
-    hidden, size, num_slots = 4096, 14336, 48
-    pool = torch.empty(num_slots, 3 * hidden * size, dtype=BF16, device="cuda")
+def check_far_buffer() -> dict:
+    """Element offsets beyond 2^31: 48 buffers of the size of Mixtral's experts."""
+    hidden, size, num_buffers = 4096, 14336, 48
+    pool = torch.empty(num_buffers, 3 * hidden * size, dtype=BF16, device="cuda")
     pool[-1].normal_(std=hidden**-0.5)
     both = 2 * hidden * size
-    gate_up, down = pool[:, :both].view(num_slots, 2 * size, hidden), pool[:, both:].view(num_slots, hidden, size)
+    gate_up, down = pool[:, :both].view(num_buffers, 2 * size, hidden), pool[:, both:].view(num_buffers, hidden, size)
     worst = 0.0
     for num_tokens in (1, 5, 65, 2100):
         x, ids, weights = inputs(num_tokens, hidden, 8, 2, BF16)
-        slots = torch.where(ids == ids[0, 0], num_slots - 1, -1).int()
+        buffers = torch.where(ids == ids[0, 0], num_buffers - 1, -1).int()
         out = torch.zeros(num_tokens, 2, hidden, dtype=BF16, device="cuda")
-        moe_experts.expert_pairs(x, gate_up, down, slots, weights, out=out)
+        moe_experts.expert_pairs(x, gate_up, down, buffers, weights, out=out)
         expected = torch.zeros(out.shape, device="cuda")
-        near = torch.where(slots < 0, -1, 0).int()
+        near = torch.where(buffers < 0, -1, 0).int()
         moe.expert_pairs(x.float(), gate_up[-1:].float(), down[-1:].float(), near, weights, out=expected)
         worst = max(worst, error_of(out, expected, BF16))
     return {"max_error": worst}
 
 
 def check_align() -> dict:
-    for num_pairs, num_slots in ((512, 128), (513, 8), (4096, 300), (131072, 128), (32768, 8)):
-        slots = torch.randint(-1, num_slots, (num_pairs, 1), dtype=torch.int32, device="cuda")
-        rows = moe_align.align(slots, num_slots, 64)
-        kept = int((slots >= 0).sum())
-        expected = slots.flatten().sort(stable=True).indices[num_pairs - kept :]
+    for num_pairs, num_buffers in ((512, 128), (513, 8), (4096, 300), (131072, 128), (32768, 8)):
+        buffers = torch.randint(-1, num_buffers, (num_pairs, 1), dtype=torch.int32, device="cuda")
+        rows = moe_align.align(buffers, num_buffers, 64)
+        kept = int((buffers >= 0).sum())
+        expected = buffers.flatten().sort(stable=True).indices[num_pairs - kept :]
         assert torch.equal(rows.order[:kept].long(), expected)
-        counts = torch.bincount(slots.flatten() + 1, minlength=num_slots + 1)[1:]
+        counts = torch.bincount(buffers.flatten() + 1, minlength=num_buffers + 1)[1:]
         assert torch.equal(rows.ends.long(), counts.cumsum(0))
         assert rows.num_blocks.item() == ((counts + 63) // 64).sum().item()
     return {"max_error": 0.0}
@@ -162,9 +162,9 @@ def check_route() -> dict:
 # ---- timings -------------------------------------------------------------------------------------------------------
 
 
-def time_align(num_pairs, num_slots) -> dict:
-    slots = torch.randint(0, num_slots, (num_pairs, 1), dtype=torch.int32, device="cuda")
-    replay, _ = capture_graph(lambda: [moe_align.align(slots, num_slots, 64) for _ in range(10)], None)
+def time_align(num_pairs, num_buffers) -> dict:
+    buffers = torch.randint(0, num_buffers, (num_pairs, 1), dtype=torch.int32, device="cuda")
+    replay, _ = capture_graph(lambda: [moe_align.align(buffers, num_buffers, 64) for _ in range(10)], None)
     return {"us": lab.time_on_device(replay, Device.choose("auto")) * 1e5}
 
 
@@ -225,7 +225,7 @@ def tables(shape, quick) -> dict:
 
 
 def all_jobs(quick: bool) -> Jobs:
-    jobs: Jobs = [("route and sum", check_route), ("align", check_align), ("far slot", check_far_slot)]
+    jobs: Jobs = [("route and sum", check_route), ("align", check_align), ("far buffer", check_far_buffer)]
     dtypes = (BF16,) if quick else (BF16, FP16, FP32)
     jobs += [
         (f"experts {name} {str(dtype)[6:]}", partial(check_experts, dtype, *shape))
@@ -235,8 +235,8 @@ def all_jobs(quick: bool) -> Jobs:
     jobs += [(f"passes {n} tokens", partial(check_passes, n)) for n in (1, 7, 40, 300, 600, 2100)]
     jobs += [(f"graph {n} tokens", partial(check_graph, n)) for n in (1, 4, 64, 100, 2100)]
     jobs += [
-        (f"time align {pairs} pairs {slots} slots", partial(time_align, pairs, slots))
-        for pairs, slots in ((16, 8), (128, 8), (512, 128), (16384, 8), (131072, 128))
+        (f"time align {pairs} pairs {buffers} buffers", partial(time_align, pairs, buffers))
+        for pairs, buffers in ((16, 8), (128, 8), (512, 128), (16384, 8), (131072, 128))
     ]
     for shape in lab.SHAPES:
         jobs += [(f"sweep {shape.name} {n}", partial(sweep, shape, n)) for n in SWEEP if not quick or n in (1, 8, 64)]

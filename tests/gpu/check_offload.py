@@ -99,7 +99,7 @@ def check_bits(case: Case) -> int:
                     views = offload.shape.views(blocks[layer])
                     wanted = case.ops.sum_pairs(case.ops.expert_pairs(x, *views, ids, weights))
                     if not torch.equal(out, wanted):
-                        raise SystemExit(f"{policy}, {cached} + {streaming} slots, {num_tokens} tokens: other bits")
+                        raise SystemExit(f"{policy}, {cached} + {streaming} buffers, {num_tokens} tokens: other bits")
                     num += 1
                     x = out * 50
             if cached == 9 and policy != "none" and offload.stats().bytes_saved == 0:

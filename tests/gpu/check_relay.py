@@ -47,10 +47,10 @@ def check_right() -> list[dict]:
     for dtype in ("float32", "bfloat16"):
         expected = tokens(dtype)
         bytes_each = 3 * 128 * 256 * (4 if dtype == "float32" else 2)
-        for slots, more in ((2, {}), (6, {}), (12, {"expert_policy": "lru"}), (40, {}), (12, {"enforce_eager": True})):
-            options = {"expert_placement": "offload", "expert_cache_gb": slots * bytes_each * 1.001 / 2**30, **more}
+        for buffers, more in ((2, {}), (6, {}), (12, {"expert_policy": "lru"}), (40, {}), (12, {"enforce_eager": True})):
+            options = {"expert_placement": "offload", "expert_cache_gb": buffers * bytes_each * 1.001 / 2**30, **more}
             equal = sum(a == b for a, b in zip(tokens(dtype, **options), expected))
-            rows.append({"dtype": dtype, "slots": slots, **more, "equal": equal, "of": len(expected)})
+            rows.append({"dtype": dtype, "slots": buffers, **more, "equal": equal, "of": len(expected)})
             print(json.dumps(rows[-1]), flush=True)
     assert all(row["equal"] == row["of"] for row in rows)
     return rows
@@ -68,7 +68,7 @@ def spread_routing(model, seed: int = 0) -> None:
 
 def measure(folder: str, cached: int, layers: int, link: float, **options) -> dict:
     expert_bytes = 3 * 4096 * 14336 * 2
-    slots = cached * layers + 4
+    buffers = cached * layers + 4
     llm = LLM(
         folder,
         load_format="dummy",
@@ -77,7 +77,7 @@ def measure(folder: str, cached: int, layers: int, link: float, **options) -> di
         max_num_seqs=4,
         max_num_batched_tokens=512,
         expert_placement="offload",
-        expert_cache_gb=slots * expert_bytes * 1.0001 / 2**30,
+        expert_cache_gb=buffers * expert_bytes * 1.0001 / 2**30,
         **options,
     )
     engine = llm.engine

@@ -32,8 +32,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module.logger, "level", logging.ERROR)
 
 
-def make(num_slots: int, num_in_host: int = 32, **options: Any) -> LLM:
-    gigabytes = {"expert_cache_gb": num_slots * EXPERT_BYTES / GIB, "expert_host_gb": num_in_host * EXPERT_BYTES / GIB}
+def make(num_buffers: int, num_in_host: int = 32, **options: Any) -> LLM:
+    gigabytes = {"expert_cache_gb": num_buffers * EXPERT_BYTES / GIB, "expert_host_gb": num_in_host * EXPERT_BYTES / GIB}
     defaults = {
         "device": "cpu",
         "skip_tokenizer_init": True,
@@ -61,24 +61,24 @@ def decode(llm: LLM, num_tokens: int) -> Iterator[None]:
 # ---- lesson 31 -------------------------------------------------------------------------------------------------------
 
 
-def global_lru_hits(choices: list[tuple[int, int]], num_slots: int) -> int:
-    slots: OrderedDict[tuple[int, int], None] = OrderedDict()
+def global_lru_hits(choices: list[tuple[int, int]], num_buffers: int) -> int:
+    buffers: OrderedDict[tuple[int, int], None] = OrderedDict()
     hits = 0
     for key in choices:
-        hits += key in slots
-        slots[key] = None
-        slots.move_to_end(key)
-        if len(slots) > num_slots:
-            slots.popitem(last=False)
+        hits += key in buffers
+        buffers[key] = None
+        buffers.move_to_end(key)
+        if len(buffers) > num_buffers:
+            buffers.popitem(last=False)
     return hits
 
 
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
-def test_fewer_slots_than_a_token_touches_still_hit(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lesson 31: a global LRU with fewer slots than a token touches (8 here) never hits in single-sequence decode. On
-    the same choices of experts, slots with a quota per layer do."""
-    num_slots = LAYERS * TOP_K - 2
-    with make(num_slots, expert_policy=policy) as llm:
+def test_fewer_buffers_than_a_token_touches_still_hit(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lesson 31: a global LRU with fewer buffers than a token touches (8 here) never hits in single-sequence decode. On
+    the same choices of experts, buffers with a quota per layer do."""
+    num_buffers = LAYERS * TOP_K - 2
+    with make(num_buffers, expert_policy=policy) as llm:
         offload, choices = llm.engine.executor.offload, []
         select = offload.cache.select
 
@@ -94,7 +94,7 @@ def test_fewer_slots_than_a_token_touches_still_hit(policy: str, monkeypatch: py
         list(steps)
         stats = llm.engine.executor.expert_stats() - before
     assert stats.hits + stats.misses == len(choices) == 99 * LAYERS * TOP_K
-    assert global_lru_hits(choices, num_slots) == 0
+    assert global_lru_hits(choices, num_buffers) == 0
     assert stats.hit_rate > 0.1
 
 
@@ -168,7 +168,7 @@ def test_eviction_moves_nothing_and_the_host_waits_once_a_layer(tier: str, monke
         stats = llm.engine.executor.expert_stats()
         assert len(targets) >= stats.misses > 50
         back = [target for target in targets if not first <= target < last]
-        assert set(back) <= blocks, "copies go to slots, or to host memory, and nowhere else"
+        assert set(back) <= blocks, "copies go to buffers, or to host memory, and nowhere else"
         assert len(back) * EXPERT_BYTES == stats.bytes_saved
         assert (0 < len(back) < stats.misses / 4) == (tier == "mixed")
         held = [(layer, expert) for layer, experts in enumerate(offload.store.held) for expert in experts]
@@ -210,7 +210,7 @@ def test_an_expert_on_disk_that_nobody_located_is_an_error_and_not_zeros(monkeyp
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_expert_that_is_chosen_counts(tier: str) -> None:
-    """Lesson 34: were one ignored, erasing it would change nothing. One expert of each layer, in its slot or place."""
+    """Lesson 34: were one ignored, erasing it would change nothing. One expert of each layer, in its buffer or place."""
     outputs = []
     for expert in (None, 0, 7):
         with make(6, TIERS[tier]) as llm:

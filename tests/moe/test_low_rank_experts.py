@@ -1,4 +1,4 @@
-"""Low-rank experts: the formula, forms and their bytes, and slots that layers of different sizes share."""
+"""Low-rank experts: the formula, forms and their bytes, and buffers that layers of different sizes share."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_the_formula(number: int, num_tokens: int) -> None:
 
 @pytest.mark.parametrize(("num_cached", "num_streaming", "num_pieces"), [(0, 2, 0), (3, 2, 3), (8, 4, 2), (24, 4, 9)])
 @pytest.mark.parametrize("halves", [False, True])
-def test_layers_of_different_sizes_share_slots(num_cached, num_streaming, num_pieces, halves) -> None:
+def test_layers_of_different_sizes_share_buffers(num_cached, num_streaming, num_pieces, halves) -> None:
     """Copies as late as they may be, every order checked: the bits of resident, and bytes counted by layer."""
     stream = LazyStream()
     build = dataclasses.replace(BUILD, ops=checked_ops(stream))
     options = OffloadOptions(num_cached, num_streaming, piece_bytes=500)
     offload = Offload(MOE, HIDDEN, build, CPU, options, stream=stream, forms=LAYOUTS)
-    stream.slot_bytes = offload.shape.num_bytes
+    stream.buffer_bytes = offload.shape.num_bytes
     offload.idle = FixedIdle(num_pieces)
     assert offload.shape.numel == max(form.numel for form in LAYOUTS)
     assert offload.cache.num_pieces > 1
@@ -154,12 +154,12 @@ def test_host_memory_is_counted_expert_by_expert() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 3, 32])
-def test_slots_and_host_memory_hold_as_many_of_every_layer(num_layers: int) -> None:
+def test_buffers_and_host_memory_hold_as_many_of_every_layer(num_layers: int) -> None:
     """So that room for all experts is room for all of every layer, whatever remains where."""
     total = 8 * num_layers
-    for num_slots in range(0, total + 1):
-        blocks = fit_host(total - num_slots, (1,) * num_layers, 8)
-        assert [a + b for a, b in zip(spread(num_slots, num_layers), blocks)] == [8] * num_layers
+    for num_buffers in range(0, total + 1):
+        blocks = fit_host(total - num_buffers, (1,) * num_layers, 8)
+        assert [a + b for a, b in zip(spread(num_buffers, num_layers), blocks)] == [8] * num_layers
 
 
 def test_tiers_of_low_rank_experts() -> None:

@@ -120,7 +120,7 @@ def test_idle_time_goes_to_the_next_layer_first_and_then_to_the_one_after() -> N
         ]
         assert len(set(guesses)) == 4
         rig.layer(0)(x, ids, weights)
-        assert {key for key in rig.offload.cache._slot_of if key[0] > 0} == set(guesses[:num_pieces])
+        assert {key for key in rig.offload.cache._buffer_of if key[0] > 0} == set(guesses[:num_pieces])
 
 
 def test_a_guess_gives_way_to_a_miss() -> None:
@@ -129,12 +129,12 @@ def test_a_guess_gives_way_to_a_miss() -> None:
     guessed = PLAIN.route(x @ rig.gates[1].T, 2, False)[0]
     rest = [expert for expert in range(8) if expert not in guessed[0].tolist()]
     pairs = [torch.tensor([rest[i : i + 2]], dtype=torch.int32) for i in (0, 2)]
-    # Each layer owns one slot. Layer 0's first call fills it and one of the ring, which leaves room for one guess.
+    # Each layer owns one buffer. Layer 0's first call fills it and one of the ring, which leaves room for one guess.
     rig.layer(0)(x, pairs[0], weights)
     assert rig.stream.num_copies == 3
-    rig.layer(0)(x, pairs[0], weights)  # nothing is missing, but one slot is in use: the guess is there already
+    rig.layer(0)(x, pairs[0], weights)  # nothing is missing, but one buffer is in use: the guess is there already
     assert rig.stream.num_copies == 3
-    assert torch.equal(rig.layer(0)(x, pairs[1], weights), rig.resident(0, x, pairs[1], weights))  # needs two slots
+    assert torch.equal(rig.layer(0)(x, pairs[1], weights), rig.resident(0, x, pairs[1], weights))  # needs two buffers
     assert rig.offload.stats().prefetched_bytes_wasted == EXPERT_BYTES
     assert torch.equal(rig.layer(1)(x, guessed, weights), rig.resident(1, x, guessed, weights))
 
@@ -285,7 +285,7 @@ def test_an_error_in_a_kernel_still_marks_the_use(monkeypatch) -> None:
 
 
 def test_rare_misses_on_the_cpu() -> None:
-    """An expert that is not worth a slot is computed where it lies; one that is, is copied. Close, not bit-equal."""
+    """An expert that is not worth a buffer is computed where it lies; one that is, is copied. Close, not bit-equal."""
     rig = make_rig(1, 8, 2, OffloadOptions(2, 2, cpu_misses=True), torch.bfloat16, lazy=False)
     generator = torch.Generator().manual_seed(0)
     x, _, weights = random_call(rig, 1, generator)
@@ -330,7 +330,7 @@ def test_statistics_are_cumulative_and_subtract() -> None:
     rig.offload.forget()
     assert rig.offload.stats().tokens == rig.offload.stats().hits == 0
     rig.layer(0)(*call)
-    assert rig.offload.stats().hits == 2  # what the slots hold stays
+    assert rig.offload.stats().hits == 2  # what the buffers hold stays
 
 
 def test_no_tokens_no_work() -> None:
@@ -340,7 +340,7 @@ def test_no_tokens_no_work() -> None:
     assert rig.stream.num_downloads == 0
 
 
-def test_too_few_slots_are_refused() -> None:
+def test_too_few_buffers_are_refused() -> None:
     with pytest.raises(ConfigError, match="top_k=2"):
         make_rig(1, 4, 2, OffloadOptions(8, 1))
 
@@ -405,8 +405,8 @@ def test_the_second_half_does_nothing_when_all_chosen_experts_are_on_the_device(
     assert (rig.offload.stats().hits, rig.offload.stats().misses) == (4, 2)
 
 
-def test_an_evicted_expert_is_not_looked_for_in_its_old_slot() -> None:
-    """Three experts take turns in two slots: each time the first half must see who is really there."""
+def test_an_evicted_expert_is_not_looked_for_in_its_old_buffer() -> None:
+    """Three experts take turns in two buffers: each time the first half must see who is really there."""
     rig = make_rig(1, 3, 1, OffloadOptions(num_cached=1, num_streaming=1, policy="lru"))
     x, _, weights = random_call(rig, 1, torch.Generator().manual_seed(5))
     for expert in (0, 1, 2, 0, 1, 1, 2, 0, 0, 2):

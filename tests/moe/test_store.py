@@ -76,7 +76,7 @@ def test_every_layer_has_the_same_share_on_disk(tmp_path) -> None:
         [True, True, False],
         [True, True, False],
     ]
-    uneven, _ = make_store(write_model(tmp_path), 3)  # the first layers may have one more slot: the last get the block
+    uneven, _ = make_store(write_model(tmp_path), 3)  # the first layers may have one more buffer: the last get the block
     assert [list(held) for held in uneven.held] == [[0], [0, 1]]
     assert [uneven.num_on_disk(quotas) for quotas in ((0, 0), (1, 0), (2, 1), (0, 3), (3, 3))] == [3, 2, 0, 2, 0]
 
@@ -88,16 +88,16 @@ def test_a_block_is_given_to_another_expert_behind_the_copies_that_read_it(tmp_p
     wanted = [
         torch.cat([checkpoint.read(f"1.{e}.{part}").flatten() for part in ("gate", "up", "down")]) for e in range(3)
     ]
-    slots, num_bytes = torch.full((3, store.shape.numel), float("nan")), store.shape.numel
+    buffers, num_bytes = torch.full((3, store.shape.numel), float("nan")), store.shape.numel
     for expert in (2, 1):
-        store.send(1, expert, 0, num_bytes, slots[expert])
-    store.save(1, 2, 1, slots[2])  # queued behind the copy that reads the block and the one that fills the slot
-    store.send(1, 0, 0, num_bytes, slots[2])  # overwrites the slot behind that
+        store.send(1, expert, 0, num_bytes, buffers[expert])
+    store.save(1, 2, 1, buffers[2])  # queued behind the copy that reads the block and the one that fills the buffer
+    store.send(1, 0, 0, num_bytes, buffers[2])  # overwrites the buffer behind that
     assert (store.in_memory(1, 1), store.in_memory(1, 2)) == (False, True)
     assert torch.equal(store.block(1, 2), wanted[2])  # the CPU waits for it
-    store.send(1, 1, 0, num_bytes, slots[0])  # from its file now
+    store.send(1, 1, 0, num_bytes, buffers[0])  # from its file now
     stream.synchronize()
-    assert all(torch.equal(slots[i], wanted[e]) for i, e in ((0, 1), (1, 1), (2, 0)))
+    assert all(torch.equal(buffers[i], wanted[e]) for i, e in ((0, 1), (1, 1), (2, 0)))
     store.close()
 
 
@@ -105,7 +105,7 @@ def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_c
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 4)
     fill_places(store, checkpoint)
-    slot = torch.arange(float(store.shape.numel))
+    buffer = torch.arange(float(store.shape.numel))
 
     def interrupt(*args):
         raise KeyboardInterrupt
@@ -113,11 +113,11 @@ def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_c
     with monkeypatch.context() as patch:
         patch.setattr(stream, "copy", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            store.save(0, 2, 1, slot)
+            store.save(0, 2, 1, buffer)
     assert list(store.held[0]) == [0]
-    store.save(0, 2, None, slot)
+    store.save(0, 2, None, buffer)
     assert sorted(store.held[0]) == [0, 2]
-    assert torch.equal(store.block(0, 2), slot)
+    assert torch.equal(store.block(0, 2), buffer)
     store.close()
 
 

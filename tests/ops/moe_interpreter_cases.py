@@ -1,7 +1,7 @@
 """The mixture-of-experts kernels against their twins under Triton's interpreter (`test_triton_interpreter.py`).
 
 Tiny experts, every path forced in turn. Sizes sit around BLOCK_M, tokens meet at one expert or none, experts stay
-empty, rows name an expert twice, pairs have no slot, and weights are views of a pool whose slots lie apart.
+empty, rows name an expert twice, pairs have no buffer, and weights are views of a pool whose buffers lie apart.
 """
 
 import os
@@ -29,62 +29,62 @@ def _seed():
     torch.manual_seed(0)
 
 
-def pool_of(num_slots, hidden, size, dtype, gap=0):
-    """(gate_up, down) as views of one pool, `gap` NaN elements between its slots."""
-    pool = (torch.randn(num_slots, 3 * size * hidden + gap) * hidden**-0.5).to(dtype)
+def pool_of(num_buffers, hidden, size, dtype, gap=0):
+    """(gate_up, down) as views of one pool, `gap` NaN elements between its buffers."""
+    pool = (torch.randn(num_buffers, 3 * size * hidden + gap) * hidden**-0.5).to(dtype)
     pool[:, 3 * size * hidden :] = float("nan")
     both = 2 * size * hidden
-    gate_up = pool[:, :both].view(num_slots, 2 * size, hidden)
-    return gate_up, pool[:, both : 3 * size * hidden].view(num_slots, hidden, size)
+    gate_up = pool[:, :both].view(num_buffers, 2 * size, hidden)
+    return gate_up, pool[:, both : 3 * size * hidden].view(num_buffers, hidden, size)
 
 
-def reference(x, gate_up, down, slots, weights):
+def reference(x, gate_up, down, buffers, weights):
     """Pair by pair in fp32; the SiLU product rounded as the contract says. -1: zeros."""
-    out = torch.zeros(*slots.shape, x.shape[1])
-    for t, j in torch.nonzero(slots >= 0).tolist():
-        s = slots[t, j]
+    out = torch.zeros(*buffers.shape, x.shape[1])
+    for t, j in torch.nonzero(buffers >= 0).tolist():
+        s = buffers[t, j]
         gate, up = (gate_up[s].float() @ x[t].float()).chunk(2)
         active = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
         out[t, j] = weights[t, j] * (down[s].float() @ active)
     return out
 
 
-def check(plan, num_tokens, num_slots, top_k, hidden=24, size=20, dtype=torch.float32, slots=None):
+def check(plan, num_tokens, num_buffers, top_k, hidden=24, size=20, dtype=torch.float32, buffers=None):
     x = torch.randn(num_tokens, hidden).to(dtype)
-    gate_up, down = pool_of(num_slots, hidden, size, dtype, gap=8)
-    ids, weights = moe.route(torch.randn(num_tokens, num_slots), top_k, False)
-    slots = ids if slots is None else slots
+    gate_up, down = pool_of(num_buffers, hidden, size, dtype, gap=8)
+    ids, weights = moe.route(torch.randn(num_tokens, num_buffers), top_k, False)
+    buffers = ids if buffers is None else buffers
     out = torch.full((num_tokens, top_k, hidden), 7.0, dtype=dtype)
-    got = moe_experts.expert_pairs(x, gate_up, down, slots, weights, out=out, plan=plan)
+    got = moe_experts.expert_pairs(x, gate_up, down, buffers, weights, out=out, plan=plan)
     assert got is out
-    expected = reference(x, gate_up, down, slots, weights)
-    expected[slots < 0] = 7.0
+    expected = reference(x, gate_up, down, buffers, weights)
+    expected[buffers < 0] = 7.0
     torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert (out[slots < 0] == 7.0).all()
+    assert (out[buffers < 0] == 7.0).all()
 
 
 @pytest.mark.parametrize("plan", [GEMV, TILES, WIDE, GROUPED], ids=["gemv", "tiles", "wide", "grouped"])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_slots", "top_k"), [(1, 1, 1), (1, 8, 2), (2, 60, 8), (15, 4, 2), (16, 4, 1), (17, 8, 2)]
+    ("num_tokens", "num_buffers", "top_k"), [(1, 1, 1), (1, 8, 2), (2, 60, 8), (15, 4, 2), (16, 4, 1), (17, 8, 2)]
 )
-def test_experts(plan, num_tokens, num_slots, top_k):
+def test_experts(plan, num_tokens, num_buffers, top_k):
     if plan is GEMV and num_tokens > 2:
         pytest.skip("the boundaries of tiles")
-    check(plan, num_tokens, num_slots, top_k)
+    check(plan, num_tokens, num_buffers, top_k)
 
 
 @pytest.mark.parametrize("plan", [TILES, WIDE], ids=["tiles", "wide"])
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 33])
 def test_one_expert_takes_all(plan, num_tokens):
-    check(plan, num_tokens, 4, 1, slots=torch.full((num_tokens, 1), 2, dtype=torch.int32))
+    check(plan, num_tokens, 4, 1, buffers=torch.full((num_tokens, 1), 2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("plan", [GEMV, TILES, WIDE, GROUPED], ids=["gemv", "tiles", "wide", "grouped"])
 def test_holes_and_repeats(plan):
-    """-1 leaves a row untouched; a token may name an expert twice; slots 0, 3 and 5 are empty."""
-    slots = torch.tensor([[1, 1], [-1, 2], [4, -1], [-1, -1], [2, 1]], dtype=torch.int32)
-    check(plan, 5, 6, 2, slots=slots)
-    check(plan, 5, 6, 2, slots=torch.full_like(slots, -1))
+    """-1 leaves a row untouched; a token may name an expert twice; buffers 0, 3 and 5 are empty."""
+    buffers = torch.tensor([[1, 1], [-1, 2], [4, -1], [-1, -1], [2, 1]], dtype=torch.int32)
+    check(plan, 5, 6, 2, buffers=buffers)
+    check(plan, 5, 6, 2, buffers=torch.full_like(buffers, -1))
 
 
 @pytest.mark.parametrize("plan", [GEMV, TILES, GROUPED], ids=["gemv", "tiles", "grouped"])
@@ -116,16 +116,16 @@ def test_several_passes_give_the_bits_of_one(plan):
     wide_up[elsewhere], wide_down[elsewhere] = gate_up, down
     out = torch.full_like(whole, float("nan"))
     for experts in ([0], [5, 2], [1, 3, 4]):
-        slots = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
-        moe_experts.expert_pairs(x, wide_up, wide_down, slots, weights, out=out, plan=plan)
+        buffers = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
+        moe_experts.expert_pairs(x, wide_up, wide_down, buffers, weights, out=out, plan=plan)
     assert torch.equal(out, whole)
 
 
-def low_rank_pool(num_slots, rank, size, down):
+def low_rank_pool(num_buffers, rank, size, down):
     first, second = 2 * size * rank, down[0] * down[1]
-    pool = torch.randn(num_slots, first + second + 8) * rank**-0.5
+    pool = torch.randn(num_buffers, first + second + 8) * rank**-0.5
     pool[:, first + second :] = float("nan")
-    return pool[:, :first].view(num_slots, 2 * size, rank), pool[:, first : first + second].view(num_slots, *down)
+    return pool[:, :first].view(num_buffers, 2 * size, rank), pool[:, first : first + second].view(num_buffers, *down)
 
 
 @pytest.mark.parametrize("plan", [GEMV, TILES, WIDE], ids=["gemv", "tiles", "wide"])
@@ -148,8 +148,8 @@ def test_low_rank_experts(plan, rank, size, down, rank2, dtype):
     far_up[elsewhere], far_down[elsewhere] = gate_up, down
     out = torch.full_like(whole, float("nan"))
     for experts in ([0], [5, 2], [1, 3, 4]):
-        slots = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
-        moe_experts.expert_pairs(x, far_up, far_down, slots, weights, out=out, plan=plan, between=between)
+        buffers = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
+        moe_experts.expert_pairs(x, far_up, far_down, buffers, weights, out=out, plan=plan, between=between)
     assert torch.equal(out, whole)
 
 
@@ -166,17 +166,17 @@ def test_low_rank_experts_by_default_plans():
 # ---- align ---------------------------------------------------------------------------------------------------------
 
 
-def check_alignment(slots, num_slots, block_m):
-    found = moe_align.align(slots, num_slots, block_m)
-    flat = slots.flatten()
-    counts = torch.bincount(flat[flat >= 0], minlength=num_slots)
+def check_alignment(buffers, num_buffers, block_m):
+    found = moe_align.align(buffers, num_buffers, block_m)
+    flat = buffers.flatten()
+    counts = torch.bincount(flat[flat >= 0], minlength=num_buffers)
     ends = counts.cumsum(0)
     assert torch.equal(found.ends.long(), ends)
     order = flat.sort(stable=True).indices[(flat < 0).sum() :]
     assert torch.equal(found.order[: len(order)].long(), order)
     blocks = [
         (s, start, int(ends[s]))
-        for s in range(num_slots)
+        for s in range(num_buffers)
         for start in range(int(ends[s] - counts[s]), int(ends[s]), block_m)
     ]
     assert found.num_blocks.item() == len(blocks)
@@ -187,13 +187,13 @@ def check_alignment(slots, num_slots, block_m):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_align(data):
-    num_slots = data.draw(st.sampled_from([1, 2, 7, 8, 9, 60, 300]))
+    num_buffers = data.draw(st.sampled_from([1, 2, 7, 8, 9, 60, 300]))
     top_k = data.draw(st.sampled_from([1, 2, 8]))
     num_tokens = data.draw(st.sampled_from([1, 2, 15, 16, 17, 33]))
-    used = data.draw(st.lists(st.integers(-1, num_slots - 1), min_size=1, max_size=5))
+    used = data.draw(st.lists(st.integers(-1, num_buffers - 1), min_size=1, max_size=5))
     picks = data.draw(st.lists(st.sampled_from(used), min_size=num_tokens * top_k, max_size=num_tokens * top_k))
-    slots = torch.tensor(picks, dtype=torch.int32).view(num_tokens, top_k)
-    check_alignment(slots, num_slots, data.draw(st.sampled_from([16, 32])))
+    buffers = torch.tensor(picks, dtype=torch.int32).view(num_tokens, top_k)
+    check_alignment(buffers, num_buffers, data.draw(st.sampled_from([16, 32])))
 
 
 @pytest.mark.parametrize("num_pairs", [511, 512, 513, 767, 769, 1500])
@@ -210,14 +210,14 @@ def test_align_with_longer_stretches(limit, rows, monkeypatch):
 
 
 def test_gather_and_scatter():
-    slots = torch.tensor([[2, 0], [-1, 2], [0, -1]], dtype=torch.int32)
-    rows = moe_align.align(slots, 3, 16)
+    buffers = torch.tensor([[2, 0], [-1, 2], [0, -1]], dtype=torch.int32)
+    rows = moe_align.align(buffers, 3, 16)
     x = torch.randn(3, 40)
     gathered = moe_grouped.gather_rows(x, rows, 2)
     assert torch.equal(gathered[:4], x[[0, 2, 0, 1]])
     weights, out = torch.rand(3, 2), torch.zeros(3, 2, 40)
     moe_grouped.scatter_rows(gathered, rows, weights, out)
-    expected = torch.where((slots >= 0)[:, :, None], weights[:, :, None] * x[:, None], 0.0)
+    expected = torch.where((buffers >= 0)[:, :, None], weights[:, :, None] * x[:, None], 0.0)
     assert torch.equal(out, expected)
 
 

@@ -71,10 +71,10 @@ def test_route_by_hand():
     assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
 
 
-def pool_of(num_slots, hidden, size, dtype):
-    pool = (torch.randn(num_slots, 3 * hidden * size) * hidden**-0.5).to(dtype)
+def pool_of(num_buffers, hidden, size, dtype):
+    pool = (torch.randn(num_buffers, 3 * hidden * size) * hidden**-0.5).to(dtype)
     both = 2 * hidden * size
-    return pool[:, :both].view(num_slots, 2 * size, hidden), pool[:, both:].view(num_slots, hidden, size)
+    return pool[:, :both].view(num_buffers, 2 * size, hidden), pool[:, both:].view(num_buffers, hidden, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,33 +90,33 @@ def test_several_passes_give_the_bits_of_one(dtype, hidden, size, num_tokens):
     far_up[elsewhere], far_down[elsewhere] = gate_up, down
     out = torch.full_like(whole, float("nan"))
     for some in ([0], [6, 2], [], [1, 3, 4], [5, 7]):
-        slots = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
-        moe.expert_pairs(x, far_up, far_down, slots, weights, out=out)
+        buffers = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
+        moe.expert_pairs(x, far_up, far_down, buffers, weights, out=out)
     assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pairs_without_a_slot_and_repeats(dtype):
+def test_pairs_without_a_buffer_and_repeats(dtype):
     gate_up, down = pool_of(5, 32, 64, dtype)
     x, weights = torch.randn(4, 32).to(dtype), torch.rand(4, 2)
-    slots = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
+    buffers = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
     out = torch.full((4, 2, 32), 7.0, dtype=dtype)
-    assert moe.expert_pairs(x, gate_up, down, slots, weights, out=out) is out
-    assert (out[slots < 0] == 7.0).all()
-    for t, j in torch.nonzero(slots >= 0).tolist():
-        gate, up = (gate_up[slots[t, j]].float() @ x[t].float()).chunk(2)
-        expected = weights[t, j] * (down[slots[t, j]].float() @ (torch.nn.functional.silu(gate) * up))
+    assert moe.expert_pairs(x, gate_up, down, buffers, weights, out=out) is out
+    assert (out[buffers < 0] == 7.0).all()
+    for t, j in torch.nonzero(buffers >= 0).tolist():
+        gate, up = (gate_up[buffers[t, j]].float() @ x[t].float()).chunk(2)
+        expected = weights[t, j] * (down[buffers[t, j]].float() @ (torch.nn.functional.silu(gate) * up))
         tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
         torch.testing.assert_close(out[t, j].float(), expected, rtol=tolerance, atol=tolerance)
-    empty = moe.expert_pairs(x[:0], gate_up, down, slots[:0], weights[:0])
+    empty = moe.expert_pairs(x[:0], gate_up, down, buffers[:0], weights[:0])
     assert empty.shape == (0, 2, 32)
 
 
-def low_rank_pool(num_slots, rank, size, down, dtype):
-    """(gate_up, down) as views of one pool whose slots have room for more."""
+def low_rank_pool(num_buffers, rank, size, down, dtype):
+    """(gate_up, down) as views of one pool whose buffers have room for more."""
     first, second = 2 * size * rank, down[0] * down[1]
-    pool = (torch.randn(num_slots, first + second + 24) * rank**-0.5).to(dtype)
-    return pool[:, :first].view(num_slots, 2 * size, rank), pool[:, first : first + second].view(num_slots, *down)
+    pool = (torch.randn(num_buffers, first + second + 24) * rank**-0.5).to(dtype)
+    return pool[:, :first].view(num_buffers, 2 * size, rank), pool[:, first : first + second].view(num_buffers, *down)
 
 
 LOW_RANK = [(16, 64, (8, 64), None), (16, 64, (40, 24), 24), (8, 40, (48, 16), 16), (24, 20, (7, 20), None)]
@@ -128,18 +128,18 @@ def test_low_rank_experts_read_halves_and_multiply_between(dtype, rank, size, do
     gate_up, down = low_rank_pool(5, rank, size, down, dtype)
     between = None if rank2 is None else (torch.randn(rank2, size) * size**-0.5).to(dtype)
     x, weights = torch.randn(4, 2 * rank).to(dtype), torch.rand(4, 2)
-    slots = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
+    buffers = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
     out = torch.full((4, 2, down.shape[1]), 7.0, dtype=dtype)
-    assert moe.expert_pairs(x, gate_up, down, slots, weights, out, between=between) is out
-    assert (out[slots < 0] == 7.0).all()
-    for t, j in torch.nonzero(slots >= 0).tolist():
-        gate, up = gate_up[slots[t, j]].float().chunk(2)
+    assert moe.expert_pairs(x, gate_up, down, buffers, weights, out, between=between) is out
+    assert (out[buffers < 0] == 7.0).all()
+    for t, j in torch.nonzero(buffers >= 0).tolist():
+        gate, up = gate_up[buffers[t, j]].float().chunk(2)
         active = torch.nn.functional.silu(gate @ x[t, :rank].float()) * (up @ x[t, rank:].float())
         active = active if between is None else between.float() @ active
-        expected = weights[t, j] * (down[slots[t, j]].float() @ active)
+        expected = weights[t, j] * (down[buffers[t, j]].float() @ active)
         tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
         torch.testing.assert_close(out[t, j].float(), expected, rtol=tolerance, atol=tolerance)
-    empty = moe.expert_pairs(x[:0], gate_up, down, slots[:0], weights[:0], between=between)
+    empty = moe.expert_pairs(x[:0], gate_up, down, buffers[:0], weights[:0], between=between)
     assert empty.shape == (0, 2, down.shape[1])
 
 
@@ -157,8 +157,8 @@ def test_several_passes_over_low_rank_experts_give_the_bits_of_one(dtype, rank, 
     far_up[elsewhere], far_down[elsewhere] = gate_up, down
     out = torch.full_like(whole, float("nan"))
     for some in ([0], [6, 2], [], [1, 3, 4], [5, 7]):
-        slots = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
-        moe.expert_pairs(x, far_up, far_down, slots, weights, out=out, between=between)
+        buffers = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
+        moe.expert_pairs(x, far_up, far_down, buffers, weights, out=out, between=between)
     assert torch.equal(out, whole)
 
 

@@ -1,21 +1,21 @@
 """Which experts are on the device, and which in host memory if it cannot hold all: the decisions of expert offload,
 without tensors, so that tests can simulate them.
 
-A slot has room for one expert. `cached` slots belong to a layer and keep what it chooses often. `streaming` slots
+A buffer has room for one expert. `cached` buffers belong to a layer and keep what it chooses often. `streaming` buffers
 form a ring that all layers share: misses arrive there, and so do guesses about the next layer. A miss worth keeping
-stays where it arrived and its slot takes the place of the coldest cached one: roles change, no bytes move.
+stays where it arrived and its buffer takes the place of the coldest cached one: roles change, no bytes move.
 
-    selection = cache.select(layer, {expert: number of tokens})   what is here, what must come and to which slot
-    cache.rescue(slot)                                            before it is overwritten: what should go to the host
-    cache.begin(layer, expert, slot) -> pieces already there; cache.copied(slot, pieces)      around each copy
+    selection = cache.select(layer, {expert: number of tokens})   what is here, what must come and to which buffer
+    cache.rescue(buffer)                                            before it is overwritten: what should go to the host
+    cache.begin(layer, expert, buffer) -> pieces already there; cache.copied(buffer, pieces)      around each copy
     cache.adopt(layer)                                            roles change; nothing this step uses is given up
     cache.guess(later_layer, experts, num_pieces)                 where pieces of what may come next can go
 
 Why a quota per layer: a token visits the layers in order, so an LRU over all layers drops an expert just before its
-layer comes round again. With fewer slots than a token touches (64 in Mixtral 8x7B) it never hits at all.
+layer comes round again. With fewer buffers than a token touches (64 in Mixtral 8x7B) it never hits at all.
 
-An expert is copied in pieces and a slot knows how many it holds. A guess, a copy that an error cut short and an expert
-that lost its place are then the same thing: a slot that may need only the rest. A slot counts as holding a piece only
+An expert is copied in pieces and a buffer knows how many it holds. A guess, a copy that an error cut short and an expert
+that lost its place are then the same thing: a buffer that may need only the rest. A buffer counts as holding a piece only
 after that piece was queued, so whatever interrupts a step leaves the truth behind.
 
 Policies. "lfu": an expert's heat is the number of tokens that chose it, each counting `decay` times as much as the
@@ -27,14 +27,14 @@ Prompts seed the heat. A call with T tokens counts as T decodes in a row that ea
 No prompt can weigh more than a full window of decodes, (1 - d) * sum d^i = 1; and T is cut at the window's length,
 1 / (1 - d), so that other sequences keep a third of their weight however long the prompt.
 
-Host memory that cannot hold all experts of a layer holds other ones than its cached slots, not the same. An expert
-that is in a slot and not in host memory is *alone* there. When its slot is to be overwritten it is copied to host
-memory, into the block of an expert that is in a cached slot as well and is alone from then on. Once the cached slots
-are full there always is one if Q slots and H blocks hold the E experts of the layer: were none in both, they would
+Host memory that cannot hold all experts of a layer holds other ones than its cached buffers, not the same. An expert
+that is in a buffer and not in host memory is *alone* there. When its buffer is to be overwritten it is copied to host
+memory, into the block of an expert that is in a cached buffer as well and is alone from then on. Once the cached buffers
+are full there always is one if Q buffers and H blocks hold the E experts of the layer: were none in both, they would
 hold Q + H >= E experts beside the one that goes. So from then on no expert is read from its file twice. If Q + H < E,
 the block of the coldest expert is taken if the difference in heat pays for the copy.
 
-The price is that copy. So what an expert is worth in its slot is counted in copies from host memory: its heat, and, if
+The price is that copy. So what an expert is worth in its buffer is counted in copies from host memory: its heat, and, if
 it is alone, what giving it up costs: a copy out, or reading it from disk `disk_cost` times as slowly when it is chosen.
 """
 
@@ -51,7 +51,7 @@ POLICIES = ("lfu", "lru", "none")
 # the experts cached; with a quarter, and popularity that drifts, long memories lose up to 6 points.
 DECAY = 0.96
 # What copying an expert back must gain, in copies. Simulated with Routing, even and skewed, 8 and 128 experts of which
-# host and slots hold 70 to 100 %: the time for copies differs by up to 11 % between 1 and 4; 0 takes up to 38 % more.
+# host and buffers hold 70 to 100 %: the time for copies differs by up to 11 % between 1 and 4; 0 takes up to 38 % more.
 SAVING = 2.0
 DISK_BANDWIDTH = 3e9  # bytes a second, assumed
 LINK_BANDWIDTH = 25e9  # where it is not measured
@@ -69,7 +69,7 @@ class ExpertStats:
     bytes_from_disk: int = 0  # of them
     bytes_saved: int = 0  # copied back, to host memory that cannot hold all experts
     prefetched_bytes_useful: int = 0
-    prefetched_bytes_wasted: int = 0  # the layer chose others, or a miss needed the slot
+    prefetched_bytes_wasted: int = 0  # the layer chose others, or a miss needed the buffer
     stall_seconds: float = 0.0  # the device waited for copies
     tokens: int = 0
     layer_hits: tuple[int, ...] = ()
@@ -106,10 +106,10 @@ class ExpertStats:
 
 @dataclass(frozen=True)
 class ExpertWaves:
-    hits: dict[int, int]  # expert -> slot that holds all of it
-    waves: list[list[tuple[int, int]]]  # (expert, slot) to bring, wave after wave
-    num_ahead: int  # so many waves may be on their way at once: a later one overwrites slots of the first of them
-    elsewhere: list[int] = field(default_factory=list)  # misses that the caller computes without a slot
+    hits: dict[int, int]  # expert -> buffer that holds all of it
+    waves: list[list[tuple[int, int]]]  # (expert, buffer) to bring, wave after wave
+    num_ahead: int  # so many waves may be on their way at once: a later one overwrites buffers of the first of them
+    elsewhere: list[int] = field(default_factory=list)  # misses that the caller computes without a buffer
 
 
 @dataclass
@@ -134,21 +134,21 @@ class ExpertCache:
     ) -> None:
         if num_streaming < top_k:
             raise ConfigError(
-                f"{num_cached + num_streaming} expert slots with {num_streaming} for streaming: a token needs "
+                f"{num_cached + num_streaming} expert buffers with {num_streaming} for streaming: a token needs "
                 f"top_k={top_k} experts at once; raise expert_cache_gb (or gpu_memory_gb) to {top_k} experts or more"
             )
         assert policy in POLICIES
         assert 0 < decay < 1
-        self.num_slots, self.num_pieces = num_cached + num_streaming, num_pieces
+        self.num_buffers, self.num_pieces = num_cached + num_streaming, num_pieces
         self._top_k, self._policy, self._decay = top_k, policy, decay
         each, more = divmod(num_cached, num_layers)  # earlier layers get the remainder
-        slots = iter(range(self.num_slots))
-        self._owned = [[next(slots) for _ in range(each + (layer < more))] for layer in range(num_layers)]
-        self._ring = list(slots)  # the one used longest ago first
-        self._contents: list[_Content | None] = [None] * self.num_slots
-        self._slot_of: dict[tuple[int, int], int] = {}
-        self._torn = False  # an interrupt came while _contents and _slot_of were changed: the former is true
-        self._busy: set[int] = set()  # slots of the step in progress
+        buffers = iter(range(self.num_buffers))
+        self._owned = [[next(buffers) for _ in range(each + (layer < more))] for layer in range(num_layers)]
+        self._ring = list(buffers)  # the one used longest ago first
+        self._contents: list[_Content | None] = [None] * self.num_buffers
+        self._buffer_of: dict[tuple[int, int], int] = {}
+        self._torn = False  # an interrupt came while _contents and _buffer_of were changed: the former is true
+        self._busy: set[int] = set()  # buffers of the step in progress
         self._heat = [[0.0] * num_experts for _ in range(num_layers)]
         self._clock = 0
         self._chosen: tuple[int, Collection[int]] = (0, ())  # of the step in progress: layer, experts
@@ -165,35 +165,35 @@ class ExpertCache:
 
     def select(self, layer: int, token_counts: Mapping[int, int], computable: Collection[int] = ()) -> ExpertWaves:
         """`token_counts`: the experts chosen and by how many tokens. A miss in `computable` that is not worth keeping
-        is returned as `elsewhere`: the caller computes it without a slot."""
+        is returned as `elsewhere`: the caller computes it without a buffer."""
         if self._torn:
-            self._slot_of = {(c.layer, c.expert): slot for slot, c in enumerate(self._contents) if c is not None}
+            self._buffer_of = {(c.layer, c.expert): buffer for buffer, c in enumerate(self._contents) if c is not None}
             self._torn = False
         self._note(layer, token_counts)
         self._chosen = layer, token_counts
         owned, heat = set(self._owned[layer]), self._heat[layer]
-        self._busy = {slot for expert in token_counts if (slot := self._slot_of.get((layer, expert))) is not None}
+        self._busy = {buffer for expert in token_counts if (buffer := self._buffer_of.get((layer, expert))) is not None}
         hits: dict[int, int] = {}
         own, found, absent, elsewhere = [], [], [], []  # where the experts that must come will go
-        empty = [slot for slot in self._owned[layer] if self._contents[slot] is None] if self._policy != "none" else []
+        empty = [buffer for buffer in self._owned[layer] if self._contents[buffer] is None] if self._policy != "none" else []
         for expert in sorted(token_counts, key=lambda e: (-heat[e], e)):
-            slot = self._slot_of.get((layer, expert))
-            self._count(layer, slot)
-            if slot is None and empty:
-                own.append((expert, empty.pop(0)))  # the hottest that come fill the empty slots
-            elif slot is None and expert in computable and not self._worth_keeping(layer, heat[expert]):
+            buffer = self._buffer_of.get((layer, expert))
+            self._count(layer, buffer)
+            if buffer is None and empty:
+                own.append((expert, empty.pop(0)))  # the hottest that come fill the empty buffers
+            elif buffer is None and expert in computable and not self._worth_keeping(layer, heat[expert]):
                 elsewhere.append(expert)
-            elif slot is None:
+            elif buffer is None:
                 absent.append(expert)
-            elif slot not in owned:
-                found.append((expert, slot))
-            elif self._is_whole(slot):
-                hits[expert] = slot
+            elif buffer not in owned:
+                found.append((expert, buffer))
+            elif self._is_whole(buffer):
+                hits[expert] = buffer
             else:
-                own.append((expert, slot))  # a copy that was cut short
+                own.append((expert, buffer))  # a copy that was cut short
         self._settle_guesses(layer, token_counts)
         waves, num_ahead = self._plan_waves(hits, own, found, absent)
-        self._busy = set(hits.values()) | {slot for wave in waves for _, slot in wave}
+        self._busy = set(hits.values()) | {buffer for wave in waves for _, buffer in wave}
         self._ring.sort(key=self._busy.__contains__)  # stable: what is used now goes to the end
         return ExpertWaves(hits, waves, num_ahead, elsewhere)
 
@@ -201,14 +201,14 @@ class ExpertCache:
         self, hits: dict[int, int], own: list[tuple[int, int]], found: list[tuple[int, int]], absent: list[int]
     ) -> tuple[list[list[tuple[int, int]]], int]:
         """If all that come find room in the ring they are one wave. Else half a ring at a time, so that one half is
-        computed on while the other fills. The k-th expert through a ring of R takes its k mod R-th slot, so a slot is
+        computed on while the other fills. The k-th expert through a ring of R takes its k mod R-th buffer, so a buffer is
         overwritten R // size waves later at the earliest: `num_ahead`. The coldest go first: the last ones are still
         in the ring when it is decided what to keep."""
         if len(found) + len(absent) + len(own) <= len(self._ring):
-            hits.update((expert, slot) for expert, slot in found if self._is_whole(slot))
-            found = [(expert, slot) for expert, slot in found if not self._is_whole(slot)]
-        kept = set(hits.values()) | {slot for _, slot in found}
-        order = [slot for _, slot in found] + [slot for slot in self._by_worth() if slot not in kept]
+            hits.update((expert, buffer) for expert, buffer in found if self._is_whole(buffer))
+            found = [(expert, buffer) for expert, buffer in found if not self._is_whole(buffer)]
+        kept = set(hits.values()) | {buffer for _, buffer in found}
+        order = [buffer for _, buffer in found] + [buffer for buffer in self._by_worth() if buffer not in kept]
         coming = [expert for expert, _ in found] + absent[::-1]
         through = [(expert, order[i % len(order)]) for i, expert in enumerate(coming)]
         if len(coming) + len(own) <= len(self._ring):
@@ -217,25 +217,25 @@ class ExpertCache:
         waves = [part[i : i + size] for part in (through, own) for i in range(0, len(part), size)]
         return waves, len(self._ring) // size
 
-    def content(self, slot: int) -> tuple[int, int] | None:
+    def content(self, buffer: int) -> tuple[int, int] | None:
         """(layer, expert) whose bytes are there, all or some."""
-        content = self._contents[slot]
+        content = self._contents[buffer]
         return None if content is None else (content.layer, content.expert)
 
-    def begin(self, layer: int, expert: int, slot: int) -> int:
-        """Before copying into a slot: forgets what it held, unless that is this expert. The pieces it holds of it."""
-        content = self._contents[slot]
+    def begin(self, layer: int, expert: int, buffer: int) -> int:
+        """Before copying into a buffer: forgets what it held, unless that is this expert. The pieces it holds of it."""
+        content = self._contents[buffer]
         if content is None or (content.layer, content.expert) != (layer, expert):
             self._torn = True
-            self._drop(slot)
-            content = self._contents[slot] = _Content(layer, expert)
-            self._slot_of[layer, expert] = slot
+            self._drop(buffer)
+            content = self._contents[buffer] = _Content(layer, expert)
+            self._buffer_of[layer, expert] = buffer
             self._torn = False
         return content.num_pieces
 
-    def copied(self, slot: int, num_pieces: int, guess: bool = False) -> None:
+    def copied(self, buffer: int, num_pieces: int, guess: bool = False) -> None:
         """The first `num_pieces` are there, or queued."""
-        content = self._contents[slot]
+        content = self._contents[buffer]
         assert content is not None
         assert content.num_pieces <= num_pieces <= self.num_pieces
         if guess:
@@ -244,21 +244,21 @@ class ExpertCache:
 
     def adopt(self, layer: int) -> None:
         """After the last copy of a call is queued: misses worth more than the layer's coldest cached expert stay."""
-        came = [slot for slot in self._ring if slot in self._busy and self._has_all_of(layer, slot)]
-        for slot in sorted(came, key=lambda s: -self._worth(layer, s)):
-            if not self._worth_keeping(layer, self._worth(layer, slot)):
+        came = [buffer for buffer in self._ring if buffer in self._busy and self._has_all_of(layer, buffer)]
+        for buffer in sorted(came, key=lambda s: -self._worth(layer, s)):
+            if not self._worth_keeping(layer, self._worth(layer, buffer)):
                 break
             coldest = self._coldest(layer)
             assert coldest is not None
-            owned = [slot if other == coldest else other for other in self._owned[layer]]
-            ring = [coldest] + [other for other in self._ring if other != slot]  # first: this step has no use of it
+            owned = [buffer if other == coldest else other for other in self._owned[layer]]
+            ring = [coldest] + [other for other in self._ring if other != buffer]  # first: this step has no use of it
             self._owned[layer], self._ring = owned, ring  # side by side: no interrupt comes between
 
-    def rescue(self, slot: int) -> tuple[int, int, int | None] | None:
-        """(layer, expert, other expert of it): before the slot is overwritten, what it holds should be copied to host
+    def rescue(self, buffer: int) -> tuple[int, int, int | None] | None:
+        """(layer, expert, other expert of it): before the buffer is overwritten, what it holds should be copied to host
         memory, in place of the other one; None for that: into the block that an interrupt left empty. None instead of
         all: it is there, or not worth that."""
-        content = self._contents[slot]
+        content = self._contents[buffer]
         if content is None or not self._is_alone(content) or self._policy == "none":
             return None
         layer, expert = content.layer, content.expert
@@ -277,28 +277,28 @@ class ExpertCache:
     def guess(
         self, layer: int, experts: Iterable[int], num_pieces: int, far: bool = False
     ) -> list[tuple[int, int, int]]:
-        """(expert, slot, pieces it will then hold) for at most `num_pieces` more pieces, likeliest expert first. Never
-        touches a slot of the step in progress, nor one whose content would have to be copied out; `far` (not the very
+        """(expert, buffer, pieces it will then hold) for at most `num_pieces` more pieces, likeliest expert first. Never
+        touches a buffer of the step in progress, nor one whose content would have to be copied out; `far` (not the very
         next layer): nor another guess."""
         experts = list(experts)
-        kept = {self._slot_of.get((layer, expert)) for expert in experts} | self._busy
-        free = [slot for slot in self._by_worth() if slot not in kept and not (far and self._is_guess(slot))]
-        free = [slot for slot in free if self.rescue(slot) is None]
+        kept = {self._buffer_of.get((layer, expert)) for expert in experts} | self._busy
+        free = [buffer for buffer in self._by_worth() if buffer not in kept and not (far and self._is_guess(buffer))]
+        free = [buffer for buffer in free if self.rescue(buffer) is None]
         fetches = []
         for expert in experts:
-            slot, held = self._slot_of.get((layer, expert)), 0
-            if slot is not None:
-                held = self._contents[slot].num_pieces  # type: ignore[union-attr]
+            buffer, held = self._buffer_of.get((layer, expert)), 0
+            if buffer is not None:
+                held = self._contents[buffer].num_pieces  # type: ignore[union-attr]
             elif free:
-                slot = free.pop(0)
+                buffer = free.pop(0)
             upto = min(self.num_pieces, held + num_pieces)
-            if slot is not None and upto > held:
+            if buffer is not None and upto > held:
                 num_pieces -= upto - held
-                fetches.append((expert, slot, upto))
+                fetches.append((expert, buffer, upto))
         return fetches
 
     def forget(self) -> None:
-        """Counts of a warm-up say nothing about the text to come. What the slots hold stays."""
+        """Counts of a warm-up say nothing about the text to come. What the buffers hold stays."""
         self._heat = [[0.0] * len(heat) for heat in self._heat]
         self.layer_hits, self.layer_misses = [0] * len(self._heat), [0] * len(self._heat)
         self.pieces_useful, self.pieces_wasted = [0] * len(self._heat), [0] * len(self._heat)
@@ -315,10 +315,10 @@ class ExpertCache:
         gain = (1 - fade) / (1 - self._decay) / num_tokens
         self._heat[layer] = [heat[e] * fade + gain * token_counts.get(e, 0) for e in range(len(heat))]
 
-    def _count(self, layer: int, slot: int | None) -> None:
+    def _count(self, layer: int, buffer: int | None) -> None:
         """A hit moved no bytes. A guess that proved right did: it is a miss whose copy came early."""
-        content = None if slot is None else self._contents[slot]
-        if content is not None and self._is_whole(slot) and not content.num_guessed:
+        content = None if buffer is None else self._contents[buffer]
+        if content is not None and self._is_whole(buffer) and not content.num_guessed:
             self.layer_hits[layer] += 1
         else:
             self.layer_misses[layer] += 1
@@ -328,25 +328,25 @@ class ExpertCache:
 
     def _settle_guesses(self, layer: int, demanded: Collection[int]) -> None:
         """The layer has chosen: guesses about it that were wrong are worth no more than any other leftover."""
-        for slot in self._ring:
-            content = self._contents[slot]
+        for buffer in self._ring:
+            content = self._contents[buffer]
             if content is not None and content.layer == layer and content.expert not in demanded:
                 self.pieces_wasted[layer] += content.num_guessed
                 content.num_guessed = 0
 
-    def _drop(self, slot: int) -> None:
-        content = self._contents[slot]
+    def _drop(self, buffer: int) -> None:
+        content = self._contents[buffer]
         if content is not None:
             self.pieces_wasted[content.layer] += content.num_guessed
-            self._slot_of.pop((content.layer, content.expert), None)
-            self._contents[slot] = None
+            self._buffer_of.pop((content.layer, content.expert), None)
+            self._contents[buffer] = None
 
     def _by_worth(self) -> list[int]:
-        """The ring, what is best overwritten first: empty slots, old ones, guesses."""
-        return sorted(self._ring, key=lambda slot: (self._contents[slot] is not None) + self._is_guess(slot))
+        """The ring, what is best overwritten first: empty buffers, old ones, guesses."""
+        return sorted(self._ring, key=lambda buffer: (self._contents[buffer] is not None) + self._is_guess(buffer))
 
-    def _is_guess(self, slot: int) -> bool:
-        content = self._contents[slot]
+    def _is_guess(self, buffer: int) -> bool:
+        content = self._contents[buffer]
         return content is not None and content.num_guessed > 0
 
     def _worth_keeping(self, layer: int, worth: float) -> bool:
@@ -356,11 +356,11 @@ class ExpertCache:
         return self._policy == "lru" or self._worth(layer, coldest) <= worth
 
     def _coldest(self, layer: int) -> int | None:
-        idle = (slot for slot in self._owned[layer] if slot not in self._busy)
-        return min(idle, key=lambda slot: self._worth(layer, slot), default=None)
+        idle = (buffer for buffer in self._owned[layer] if buffer not in self._busy)
+        return min(idle, key=lambda buffer: self._worth(layer, buffer), default=None)
 
-    def _worth(self, layer: int, slot: int) -> float:
-        content = self._contents[slot]
+    def _worth(self, layer: int, buffer: int) -> float:
+        content = self._contents[buffer]
         if content is None:
             return -1.0
         heat = self._heat[layer][content.expert]
@@ -369,20 +369,20 @@ class ExpertCache:
         return heat + min(SAVING, heat * (self.disk_cost - 1))
 
     def _is_alone(self, content: _Content) -> bool:
-        """In its slot, and not in host memory."""
+        """In its buffer, and not in host memory."""
         return content.num_pieces == self.num_pieces and content.expert not in self.held[content.layer]
 
-    def _expert(self, slot: int) -> int:
-        content = self._contents[slot]
+    def _expert(self, buffer: int) -> int:
+        content = self._contents[buffer]
         assert content is not None
         return content.expert
 
-    def _has_all_of(self, layer: int, slot: int) -> bool:
-        content = self._contents[slot]
-        return content is not None and content.layer == layer and self._is_whole(slot)
+    def _has_all_of(self, layer: int, buffer: int) -> bool:
+        content = self._contents[buffer]
+        return content is not None and content.layer == layer and self._is_whole(buffer)
 
-    def _is_whole(self, slot: int | None) -> bool:
-        content = None if slot is None else self._contents[slot]
+    def _is_whole(self, buffer: int | None) -> bool:
+        content = None if buffer is None else self._contents[buffer]
         return content is not None and content.num_pieces == self.num_pieces
 
 
@@ -445,9 +445,9 @@ def simulate_hit_rates(
                 cache.layer_hits, cache.layer_misses = [0] * num_layers, [0] * num_layers  # the start is cold
             for layer, experts in enumerate(choices):
                 for wave in cache.select(layer, dict.fromkeys(experts, 1)).waves:
-                    for expert, slot in wave:
-                        cache.begin(layer, expert, slot)
-                        cache.copied(slot, cache.num_pieces)
+                    for expert, buffer in wave:
+                        cache.begin(layer, expert, buffer)
+                        cache.copied(buffer, cache.num_pieces)
                 cache.adopt(layer)
         hits, misses = sum(cache.layer_hits), sum(cache.layer_misses)
         rates.append(hits / (hits + misses))

@@ -1,4 +1,4 @@
-"""Experts that do not all fit on the device: chosen ones are computed from slots, missing ones are copied in meanwhile.
+"""Experts that do not all fit on the device: chosen ones are computed from buffers, missing ones are copied in meanwhile.
 
 One call of a layer:
 
@@ -9,7 +9,7 @@ One call of a layer:
        can move before the next one asks for something;
     4. hits are computed while misses travel, then each wave as it arrives; the parts are added.
 
-The output is that of resident experts, bit for bit: a pair (token, expert) gives the same numbers whichever slot its
+The output is that of resident experts, bit for bit: a pair (token, expert) gives the same numbers whichever buffer its
 expert is in and whichever pass it is in, all pairs of an expert are in one pass, and the sum is taken once. Only
 `cpu_misses` departs from that: the CPU adds up in another order.
 
@@ -17,8 +17,8 @@ A decode step of few tokens may also run in two halves, so that most of a layer 
 `start` computes the hits by a table on the device of which expert is where; meanwhile the host learns what was chosen,
 and `finish` brings and computes the rest, mostly nothing.
 
-The life of an expert's bytes is in three hands: `ExpertStore` (where they come from), `ExpertCache` (which slot they
-go to), `Slot` (when that slot may be written and read).
+The life of an expert's bytes is in three hands: `ExpertStore` (where they come from), `ExpertCache` (which buffer they
+go to), `ExpertBuffer` (when that buffer may be written and read).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from operator import mul
 import numpy as np
 import torch
 
-from nanovllm.hardware.copies import CopyStream, Slot, StallClock, open_copy_stream, reading
+from nanovllm.hardware.copies import CopyStream, ExpertBuffer, StallClock, open_copy_stream, reading
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import Uploader
 from nanovllm.layers.build import Build
@@ -54,7 +54,7 @@ SMALL_TABLE = 64  # see _tables
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    num_cached: int  # slots, over all layers
+    num_cached: int  # buffers, over all layers
     num_streaming: int
     policy: str = "lfu"
     prefetch: bool = True
@@ -97,15 +97,15 @@ class Offload:
         self._pieces = [form.numel // num_pieces for form in shares]  # numbers in one, by layer
         self.cache = self._open_cache(options, num_pieces)
         self.stream = stream or open_copy_stream(device)
-        pool = torch.empty(self.cache.num_slots, shape.numel, dtype=shape.dtype, device=device.torch_device)
+        pool = torch.empty(self.cache.num_buffers, shape.numel, dtype=shape.dtype, device=device.torch_device)
         self._views = [shape.views(pool, layer) for layer in range(len(layers))]
         self._between: list[torch.Tensor | None] = [None] * len(layers)  # low-rank: what follows SiLU (ops/moe.py)
-        self._slots = [Slot(memory, self.stream) for memory in pool]
+        self._buffers = [ExpertBuffer(memory, self.stream) for memory in pool]
         self._stalls = StallClock(self.stream)
         self._uploader = Uploader(device) if device.is_gpu else None
         self._numbers = torch.arange(-1, len(pool), dtype=torch.int32, device=device.torch_device).split(1)
         self._gates_after: list[torch.Tensor] = []  # routers of the layers after each, stacked: one product for all
-        # Slot of every expert that `start` may compute, -1 = none: on the device, and what the host has queued of it.
+        # Buffer of every expert that `start` may compute, -1 = none: on the device, and what the host has queued of it.
         # Where an interrupt makes them differ, the device has *more*: the host then computes such a pair once more.
         shape_of_table = (len(layers), moe.num_experts)
         self._table = torch.full(shape_of_table, -1, dtype=torch.int32, device=device.torch_device)
@@ -182,19 +182,19 @@ class Offload:
         return self._ops.sum_pairs(pairs)
 
     def _compute_pairs(
-        self, layer: int, z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor
+        self, layer: int, z: torch.Tensor, buffers: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor
     ) -> None:
         between = self._between[layer]
         more = {} if between is None else {"between": between}
-        self._ops.expert_pairs(z, *self._views[layer], slots, weights, pairs, **more)
+        self._ops.expert_pairs(z, *self._views[layer], buffers, weights, pairs, **more)
 
     # ---- in two halves: z is what the experts read, `enter(x)` of the layer ------------------------------------------
 
     def start(self, layer: int, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor) -> None:
         """Rows of `pairs` whose experts are on the device. No host, fixed addresses: may be captured."""
         self._announces = True
-        slots = self._table[layer].index_select(0, ids.view(-1)).view(ids.shape)
-        self._compute_pairs(layer, z, slots, weights, pairs)
+        buffers = self._table[layer].index_select(0, ids.view(-1)).view(ids.shape)
+        self._compute_pairs(layer, z, buffers, weights, pairs)
 
     def finish(
         self,
@@ -229,7 +229,7 @@ class Offload:
         """Bring what is missing and compute the rows of all chosen experts but those that `start` has computed."""
         token_counts, announced = _count_tokens(chosen.ids), self._announced[layer]
         selection = self.cache.select(layer, token_counts, self._computable(layer, token_counts, chosen))
-        here = [(e, slot) for e, slot in selection.hits.items() if not (started and announced[e] >= 0)]
+        here = [(e, buffer) for e, buffer in selection.hits.items() if not (started and announced[e] >= 0)]
         passes = ([here] if here else []) + selection.waves
         small = chosen.ids.size * len(passes) <= SMALL_TABLE
         tables = None if small else self._tables(chosen.ids, passes)
@@ -240,7 +240,7 @@ class Offload:
         tables = self._tables(chosen.ids, passes) if tables is None else tables
         first_wave = len(passes) - len(selection.waves)
         for number, members in enumerate(passes):
-            with reading([self._slots[slot] for _, slot in members], self._stalls):
+            with reading([self._buffers[buffer] for _, buffer in members], self._stalls):
                 self._compute_pairs(layer, z, tables[number], weights, pairs)
             self._announce(layer, members)
             coming = number - first_wave + selection.num_ahead
@@ -255,25 +255,25 @@ class Offload:
     def _announce(self, layer: int, members: list[tuple[int, int]]) -> None:
         """The computing queue has waited for these: `start` may use them from now on. Four bytes each, copied on the
         device from numbers that are there: an upload would queue behind the experts (see copies.py)."""
-        for expert, slot in members if self._announces else ():
-            if self._announced[layer][expert] != slot:
-                self._table[layer, expert : expert + 1].copy_(self._numbers[slot + 1])
-                self._announced[layer][expert] = slot
+        for expert, buffer in members if self._announces else ():
+            if self._announced[layer][expert] != buffer:
+                self._table[layer, expert : expert + 1].copy_(self._numbers[buffer + 1])
+                self._announced[layer][expert] = buffer
 
-    def _retract(self, slot: int, layer: int, expert: int) -> None:
-        """Before a slot is filled with this expert: its old one may have to go to host memory first, and `start` must
+    def _retract(self, buffer: int, layer: int, expert: int) -> None:
+        """Before a buffer is filled with this expert: its old one may have to go to host memory first, and `start` must
         not look for it there any more. What was started until now may still read it, so the copy waits for that."""
-        content = self.cache.content(slot)
+        content = self.cache.content(buffer)
         if content is None or content == (layer, expert):
             return
-        if moved := self.cache.rescue(slot):
-            self._slots[slot].save(partial(self.store.save, *moved))
+        if moved := self.cache.rescue(buffer):
+            self._buffers[buffer].save(partial(self.store.save, *moved))
             self._bytes_saved += self.shape.layer_bytes[content[0]]
-        if self._announced[content[0]][content[1]] != slot:
+        if self._announced[content[0]][content[1]] != buffer:
             return
         self._announced[content[0]][content[1]] = -1
         self._table[content[0], content[1] : content[1] + 1].copy_(self._numbers[0])
-        self._slots[slot].used_until_now()
+        self._buffers[buffer].used_until_now()
 
     def question(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, z: torch.Tensor | None = None
@@ -317,32 +317,32 @@ class Offload:
         return {expert for expert in few if self.store.in_memory(layer, expert)}
 
     def _tables(self, ids: np.ndarray, passes: list[list[tuple[int, int]]]) -> torch.Tensor:
-        """[passes, tokens, top_k]: the slot of each pair's expert if it is in that pass, else -1.
+        """[passes, tokens, top_k]: the buffer of each pair's expert if it is in that pass, else -1.
 
         A large table is uploaded, and must be before any expert: the copy engine serves in order, and the hits would
         wait for the misses. A small one is put together on the device from numbers that are already there: their
         addresses travel as arguments of one kernel, past the engine."""
         tables = np.full((len(passes), *ids.shape), -1, dtype=np.int32)
-        slot_of = np.empty(self.shape.num_experts, dtype=np.int32)
+        buffer_of = np.empty(self.shape.num_experts, dtype=np.int32)
         for table, members in zip(tables, passes):
-            slot_of.fill(-1)
-            for expert, slot in members:
-                slot_of[expert] = slot
-            np.take(slot_of, ids, out=table)
+            buffer_of.fill(-1)
+            for expert, buffer in members:
+                buffer_of[expert] = buffer
+            np.take(buffer_of, ids, out=table)
         if self._uploader is None or not passes:
             return torch.from_numpy(tables)
         if tables.size <= SMALL_TABLE:
-            return torch.cat([self._numbers[slot + 1] for slot in tables.ravel().tolist()]).view(tables.shape)
+            return torch.cat([self._numbers[buffer + 1] for buffer in tables.ravel().tolist()]).view(tables.shape)
         return self._uploader.send([tables])[0]
 
     def _bring(self, layer: int, wave: list[tuple[int, int]]) -> None:
-        for expert, slot in wave:
-            self._retract(slot, layer, expert)
-            held = self.cache.begin(layer, expert, slot)
+        for expert, buffer in wave:
+            self._retract(buffer, layer, expert)
+            held = self.cache.begin(layer, expert, buffer)
             if held < self.cache.num_pieces:
                 self._disk_misses += not self.store.in_memory(layer, expert)
-                self._fill(layer, expert, slot, held, self.cache.num_pieces)
-                self.cache.copied(slot, self.cache.num_pieces)
+                self._fill(layer, expert, buffer, held, self.cache.num_pieces)
+                self.cache.copied(buffer, self.cache.num_pieces)
 
     def _look_ahead(self, layer: int, chosen: Chosen, selection: ExpertWaves) -> None:
         """All copies of this call are queued: decide what stays, and use the time until the next layer asks."""
@@ -354,16 +354,16 @@ class Offload:
             return
         for later, guesses in enumerate(chosen.guesses, layer + 1):
             wanted = [expert for expert in guesses if self.store.in_memory(later, expert)]
-            for expert, slot, upto in self.cache.guess(later, wanted, num_pieces, far=later > layer + 1):
-                self._retract(slot, later, expert)
-                held = self.cache.begin(later, expert, slot)
-                self._fill(later, expert, slot, held, upto)
-                self.cache.copied(slot, upto, guess=True)
+            for expert, buffer, upto in self.cache.guess(later, wanted, num_pieces, far=later > layer + 1):
+                self._retract(buffer, later, expert)
+                held = self.cache.begin(later, expert, buffer)
+                self._fill(later, expert, buffer, held, upto)
+                self.cache.copied(buffer, upto, guess=True)
                 num_pieces -= upto - held
 
-    def _fill(self, layer: int, expert: int, slot: int, first_piece: int, last_piece: int) -> None:
+    def _fill(self, layer: int, expert: int, buffer: int, first_piece: int, last_piece: int) -> None:
         start, stop = first_piece * self._pieces[layer], last_piece * self._pieces[layer]
-        self._slots[slot].fill(partial(self.store.send, layer, expert, start, stop))
+        self._buffers[buffer].fill(partial(self.store.send, layer, expert, start, stop))
         num_bytes = (stop - start) * self.shape.dtype.itemsize
         self._bytes_copied += num_bytes
         self._bytes_read += 0 if self.store.in_memory(layer, expert) else num_bytes
@@ -377,8 +377,8 @@ class Offload:
         for expert in experts:
             rows, columns = np.nonzero(chosen.ids == expert)
             views = self.shape.views(self.store.block(layer, expert)[None], layer)
-            slots, share = torch.zeros(len(rows), 1, dtype=torch.int32), weights[rows, columns][:, None]
-            results.append(plain.expert_pairs(z[rows], *views, slots, share, between=between)[:, 0])
+            buffers, share = torch.zeros(len(rows), 1, dtype=torch.int32), weights[rows, columns][:, None]
+            results.append(plain.expert_pairs(z[rows], *views, buffers, share, between=between)[:, 0])
             places.append(rows * self._top_k + columns)
         found, where = torch.cat(results), np.concatenate(places)
         if self._uploader is None:
@@ -427,11 +427,11 @@ class Offload:
         self._bytes_copied = self._bytes_read = self._bytes_saved = self._disk_misses = self._tokens = self._on_cpu = 0
 
     def restart(self, num_cached: int, policy: str, prefetch: bool) -> None:
-        """Between two requests: an empty cache with these settings. Host memory, slots and captured graphs stay, so a
-        benchmark can compare settings without locking all experts anew. At most as many slots as there are; and who
+        """Between two requests: an empty cache with these settings. Host memory, buffers and captured graphs stay, so a
+        benchmark can compare settings without locking all experts anew. At most as many buffers as there are; and who
         wants guesses must have opened it with them, because captured questions are as long as they are."""
         options, cache = self._options, self.cache
-        assert num_cached + options.num_streaming <= len(self._slots)
+        assert num_cached + options.num_streaming <= len(self._buffers)
         assert options.prefetch or not prefetch
         self._device.synchronize()
         self._options, self._prefetches = replace(options, num_cached=num_cached, policy=policy), prefetch
@@ -447,7 +447,7 @@ class Offload:
             self._closed = True
             self.stream.synchronize()
             self.store.close()
-            del self._views, self._slots
+            del self._views, self._buffers
 
 
 def _count_tokens(ids: np.ndarray) -> dict[int, int]:

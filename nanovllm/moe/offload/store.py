@@ -1,6 +1,6 @@
 """ExpertStore: where experts wait for their turn, in page-locked host memory or on disk.
 
-An expert is one block of numbers, [gate | up | down], the form it has in a slot of the device: one copy brings it
+An expert is one block of numbers, [gate | up | down], the form it has in a buffer of the device: one copy brings it
 there. Its sizes are the layer's own (weights/expert_form.py): ranks differ from layer to layer. One of several ranks
 of a tensor-parallel engine stores, and reads, its own share of each expert. Blocks are locked one
 by one until the limit is reached or the system refuses; the other experts stay in the model's files and are read when
@@ -50,7 +50,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`numel` and `num_bytes` are those of the largest expert, of which every slot has room for one."""
+    """`numel` and `num_bytes` are those of the largest expert, of which every buffer has room for one."""
 
     layers: tuple[int, ...]  # numbers of the sparse layers in the model
     num_experts: int  # in one layer
@@ -261,7 +261,7 @@ class ExpertStore:
         return sum(self.num_blocks)
 
     def num_on_disk(self, quotas: Sequence[int]) -> int:
-        """Experts that neither host memory nor the cached slots have room for."""
+        """Experts that neither host memory nor the cached buffers have room for."""
         return sum(max(self.shape.num_experts - blocks - quota, 0) for blocks, quota in zip(self.num_blocks, quotas))
 
     def in_memory(self, layer: int, expert: int) -> bool:
@@ -276,7 +276,7 @@ class ExpertStore:
         return next((block.tensor for blocks in self._blocks for block in blocks), None)
 
     def save(self, layer: int, expert: int, instead: int | None, memory: torch.Tensor) -> None:
-        """Queues the copy of a whole expert from `memory`, a slot, to the block of another one of its layer. The block
+        """Queues the copy of a whole expert from `memory`, a buffer, to the block of another one of its layer. The block
         belongs to neither until the copy is queued; None: to one that an interrupt left so."""
         held = self.held[layer]
         block = (set(self._blocks[layer]) - set(held.values())).pop() if instead is None else held.pop(instead)

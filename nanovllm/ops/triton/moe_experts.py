@@ -24,16 +24,16 @@ def expert_pairs(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    slots: torch.Tensor,
+    buffers: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
     plan: TileChoice | None = None,
     *,
     between: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, H], gate_up [S, 2I, H], down [S, H, I], slots int32 [T, k], weights float32 [T, k] -> out [T, k, H]; for
+    """x [T, H], gate_up [S, 2I, H], down [S, H, I], buffers int32 [T, k], weights float32 [T, k] -> out [T, k, H]; for
     low-rank experts as in `ops/moe.py`."""
-    (num_slots, twice, columns), (num_tokens, top_k), size = gate_up.shape, slots.shape, down.shape[2]
+    (num_buffers, twice, columns), (num_tokens, top_k), size = gate_up.shape, buffers.shape, down.shape[2]
     is_split = x.shape[1] != columns
     out = torch.empty((num_tokens, top_k, down.shape[1]), dtype=x.dtype, device=x.device) if out is None else out
     if num_tokens == 0:
@@ -43,18 +43,18 @@ def expert_pairs(
     assert gate_up.stride()[1:] == (columns, 1)
     assert down.stride()[1:] == (size, 1)
     assert between is None or (between.is_contiguous() and between.shape == (size, twice // 2))
-    assert all(tensor.is_contiguous() for tensor in (slots, weights, out))
+    assert all(tensor.is_contiguous() for tensor in (buffers, weights, out))
     if plan is None:
         is_low_rank = is_split or between is not None
         sizes = (down.shape[1], size) if is_low_rank else None
         plan = choose_plan(num_tokens, MoeShape(columns, twice // 2, top_k, x.dtype, sizes), x.device)
     if plan.kind == "gemv":
-        active = gate_up_gemv(x, gate_up, slots, (plan.gate_up.block_n, plan.gate_up.block_k))
+        active = gate_up_gemv(x, gate_up, buffers, (plan.gate_up.block_n, plan.gate_up.block_k))
         if between is not None:
-            active = between_gemv(active, between, slots, choose_block(1, twice // 2, size, False))
-        down_gemv(active, down, slots, weights, out, (plan.down.block_n, plan.down.block_k))
+            active = between_gemv(active, between, buffers, choose_block(1, twice // 2, size, False))
+        down_gemv(active, down, buffers, weights, out, (plan.down.block_n, plan.down.block_k))
         return out
-    rows = align(slots, num_slots, plan.block_m)
+    rows = align(buffers, num_buffers, plan.block_m)
     if plan.kind == "grouped":
         grouped_pairs(x, gate_up, down, rows, weights, out)
         return out

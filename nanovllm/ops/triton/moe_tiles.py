@@ -1,8 +1,8 @@
 """How the expert kernels are cut, by the number of tokens: a table of measured tiles (moe_tiles.json), else a rule.
 
 A plan may depend on T, top_k, the sizes of an expert, the dtype and the card: on nothing else. Not on the number of
-slots: a model whose experts are all on the card (S = experts) and one that computes them in turns from a pool
-(S = slots of the pool) must run the same tiles to give the same bits.
+buffers: a model whose experts are all on the card (S = experts) and one that computes them in turns from a pool
+(S = buffers of the pool) must run the same tiles to give the same bits.
 
 The table is a list of entries, each the plan for up to `max_tokens` tokens on one card and one size of expert:
 
