@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import spread
-from nanovllm.moe.offload.cache import ExpertCache, ExpertStats, Routing, simulate_hit_rates
+from nanovllm.moe.offload.cache import ExpertCache, ExpertStats
+from tests.moe.routing import Routing, simulate_hit_rates
 
 
 def bring(cache: ExpertCache, layer: int, counts: dict[int, int]):
@@ -50,10 +51,8 @@ def check(cache: ExpertCache) -> None:
     """Every buffer has one role, and the two directories agree."""
     buffers = sorted(buffer for owned in cache._owned for buffer in owned) + sorted(cache._ring)
     assert sorted(buffers) == list(range(cache.num_buffers))
-    for (layer, expert), buffer in cache._buffer_of.items():
-        content = cache._contents[buffer]
-        assert (content.layer, content.expert) == (layer, expert)
-    assert sum(content is not None for content in cache._contents) == len(cache._buffer_of)
+    held = {content: buffer for buffer in buffers if (content := cache.content(buffer)) is not None}
+    assert held == cache._buffer_of
 
 
 @settings(max_examples=150, deadline=None)
@@ -71,7 +70,7 @@ def test_a_selection_never_overwrites_what_it_needs(data) -> None:
     for _ in range(data.draw(st.integers(1, 12))):
         layer = data.draw(st.integers(0, num_layers - 1))
         experts = data.draw(st.sets(st.integers(0, num_experts - 1), min_size=1))
-        holds = {buffer: (c.layer, c.expert) for buffer, c in enumerate(cache._contents) if c and c.num_pieces == 3}
+        holds = {buffer: cache.content(buffer) for buffer in range(cache.num_buffers) if cache._is_whole(buffer)}
         selection = cache.select(layer, dict.fromkeys(experts, 1))
         assert all(holds[buffer] == (layer, expert) for expert, buffer in selection.hits.items())
         coming = [expert for wave in selection.waves for expert, _ in wave]
@@ -101,7 +100,7 @@ def test_a_selection_never_overwrites_what_it_needs(data) -> None:
         used = set(in_use) | {buffer for wave in selection.waves for _, buffer in wave}
         budget = data.draw(st.integers(0, 7))
         far = data.draw(st.booleans())
-        guessed = {buffer for buffer in range(cache.num_buffers) if cache._is_guess(buffer)}
+        guessed = {buffer for buffer in range(cache.num_buffers) if cache._contents[buffer].num_guessed}
         guesses = [] if next_layer == layer else cache.guess(next_layer, range(num_experts), budget, far)
         total = 0
         for expert, buffer, upto in guesses:

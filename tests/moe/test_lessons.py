@@ -33,7 +33,10 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(num_buffers: int, num_in_host: int = 32, **options: Any) -> LLM:
-    gigabytes = {"expert_cache_gb": num_buffers * EXPERT_BYTES / GIB, "expert_host_gb": num_in_host * EXPERT_BYTES / GIB}
+    gigabytes = {
+        "expert_cache_gb": num_buffers * EXPERT_BYTES / GIB,
+        "expert_host_gb": num_in_host * EXPERT_BYTES / GIB,
+    }
     defaults = {
         "device": "cpu",
         "skip_tokenizer_init": True,

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.copies import CopyStream
 from nanovllm.moe.offload.idle import IdleTime
-from nanovllm.moe.offload.offload import GUESS_TOKENS, Offload, OffloadOptions
+from nanovllm.moe.offload.offload import Offload, OffloadOptions
+from nanovllm.moe.offload.report import GUESS_TOKENS, ExpertCall
 from nanovllm.ops.opset import PLAIN
 from tests.moe.offload_rig import HIDDEN, SIZE, make_rig, random_call
 
@@ -41,12 +42,13 @@ def cases(draw):
 
 def in_two_halves(offload, layer, x, ids, weights):
     pairs = torch.full((*ids.shape, HIDDEN), float("nan"), dtype=x.dtype)
-    offload.start(layer, x, ids, weights, pairs)
-    answer = offload.stream.download(offload.question(layer, x, ids, weights))
-    if offload.has_all(layer, ids.numel(), answer):
-        offload.take_note(layer, x, ids, answer)
+    call = ExpertCall(layer, x, ids, weights, pairs)
+    offload.compute_present(call)
+    report = offload.stream.download(offload.report.pack(call, x))
+    if offload.has_all(call, report):
+        offload.note_hits(call, report)
     else:
-        offload.finish(layer, x, ids, weights, pairs, answer)
+        offload.compute_missing(call, report)
     return PLAIN.sum_pairs(pairs)
 
 
@@ -375,7 +377,7 @@ def test_idle_time_is_what_is_measured_between_copies_and_the_next_question() ->
 
     def layer(number: int, has_misses: bool, gap: float) -> int:
         stream.now += gap
-        idle.answered(idle.ask(number))
+        idle.after_download(idle.before_download(number))
         return idle.pieces(number, has_misses, 1)
 
     assert layer(0, True, 9.0) == 0  # nothing measured yet
@@ -392,15 +394,15 @@ def test_the_second_half_does_nothing_when_all_chosen_experts_are_on_the_device(
     x, ids, weights = random_call(rig, 1, torch.Generator().manual_seed(5))
     first = in_two_halves(rig.offload, 0, x, ids, weights)
     copies = rig.stream.num_copies
-    pairs = torch.full((1, 2, HIDDEN), float("nan"))
-    rig.offload.start(0, x, ids, weights, pairs)
-    assert torch.equal(PLAIN.sum_pairs(pairs), first)
-    answer = rig.stream.download(rig.offload.question(0, x, ids, weights))
-    pairs.fill_(7.0)
-    rig.offload.finish(0, x, ids, weights, pairs, answer)
-    assert (pairs == 7.0).all()
-    assert rig.offload.has_all(0, 2, answer)
-    rig.offload.take_note(0, x, ids, answer)
+    call = ExpertCall(0, x, ids, weights, torch.full((1, 2, HIDDEN), float("nan")))
+    rig.offload.compute_present(call)
+    assert torch.equal(PLAIN.sum_pairs(call.pairs), first)
+    report = rig.stream.download(rig.offload.report.pack(call, x))
+    call.pairs.fill_(7.0)
+    rig.offload.compute_missing(call, report)
+    assert (call.pairs == 7.0).all()
+    assert rig.offload.has_all(call, report)
+    rig.offload.note_hits(call, report)
     assert rig.stream.num_copies == copies
     assert (rig.offload.stats().hits, rig.offload.stats().misses) == (4, 2)
 

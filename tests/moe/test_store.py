@@ -14,6 +14,7 @@ from nanovllm.hardware import pinned
 from nanovllm.moe.offload import store as store_module
 from nanovllm.moe.offload.offload import OffloadOptions
 from nanovllm.moe.offload.store import ExpertShape, ExpertStore
+from nanovllm.weights.expert_form import ExpertForm
 from nanovllm.weights.safetensors_folder import SafetensorsFolder
 from tests.moe.offload_rig import CPU, HIDDEN, SIZE, LazyStream, fill_places, make_rig, random_call
 
@@ -41,10 +42,15 @@ def write_model(folder, dtype=torch.float32):
     return SafetensorsFolder(folder)
 
 
+def dense_shape(num_layers: int, num_experts: int, dtype=torch.float32) -> ExpertShape:
+    forms = (ExpertForm.dense(HIDDEN, SIZE),) * num_layers
+    return ExpertShape(tuple(range(num_layers)), num_experts, forms, dtype)
+
+
 def make_store(
     checkpoint, num_in_memory: int, dtype=torch.float32, quotas: tuple[int, ...] = ()
 ) -> tuple[ExpertStore, LazyStream]:
-    shape = ExpertShape.dense(tuple(range(LAYERS)), EXPERTS, HIDDEN, SIZE, dtype)
+    shape = dense_shape(LAYERS, EXPERTS, dtype)
     stream = LazyStream()
     return ExpertStore(shape, CPU, stream, checkpoint, num_in_memory * shape.num_bytes + 1, quotas), stream
 
@@ -76,7 +82,9 @@ def test_every_layer_has_the_same_share_on_disk(tmp_path) -> None:
         [True, True, False],
         [True, True, False],
     ]
-    uneven, _ = make_store(write_model(tmp_path), 3)  # the first layers may have one more buffer: the last get the block
+    uneven, _ = make_store(
+        write_model(tmp_path), 3
+    )  # the first layers may have one more buffer: the last get the block
     assert [list(held) for held in uneven.held] == [[0], [0, 1]]
     assert [uneven.num_on_disk(quotas) for quotas in ((0, 0), (1, 0), (2, 1), (0, 3), (3, 3))] == [3, 2, 0, 2, 0]
 
@@ -174,7 +182,7 @@ def test_dummy_weights_and_gguf_have_no_disk_tier(tmp_path) -> None:
 
 
 def test_no_limit_means_most_of_what_is_available(monkeypatch) -> None:
-    shape = ExpertShape.dense((0,), 4, HIDDEN, SIZE, torch.float32)
+    shape = dense_shape(1, 4)
     monkeypatch.setattr(store_module, "available_host_bytes", lambda: 5 * EXPERT_BYTES)
     ExpertStore(shape, CPU, LazyStream(), None)
     monkeypatch.setattr(store_module, "available_host_bytes", lambda: 4 * EXPERT_BYTES)

@@ -1,12 +1,12 @@
 """Which experts are on the device, and which in host memory if it cannot hold all: the decisions of expert offload,
 without tensors, so that tests can simulate them.
 
-A buffer has room for one expert. `cached` buffers belong to a layer and keep what it chooses often. `streaming` buffers
-form a ring that all layers share: misses arrive there, and so do guesses about the next layer. A miss worth keeping
-stays where it arrived and its buffer takes the place of the coldest cached one: roles change, no bytes move.
+An expert buffer has room for one expert. *Cached* buffers belong to a layer and keep what it chooses often. *Streaming*
+buffers form a ring that all layers share: misses arrive there, and so do guesses about the next layers. A miss worth
+keeping stays where it arrived and its buffer takes the place of the coldest cached one: roles change, no bytes move.
 
     selection = cache.select(layer, {expert: number of tokens})   what is here, what must come and to which buffer
-    cache.rescue(buffer)                                            before it is overwritten: what should go to the host
+    cache.rescue(buffer)                                          before it is overwritten: what should go to the host
     cache.begin(layer, expert, buffer) -> pieces already there; cache.copied(buffer, pieces)      around each copy
     cache.adopt(layer)                                            roles change; nothing this step uses is given up
     cache.guess(later_layer, experts, num_pieces)                 where pieces of what may come next can go
@@ -14,9 +14,9 @@ stays where it arrived and its buffer takes the place of the coldest cached one:
 Why a quota per layer: a token visits the layers in order, so an LRU over all layers drops an expert just before its
 layer comes round again. With fewer buffers than a token touches (64 in Mixtral 8x7B) it never hits at all.
 
-An expert is copied in pieces and a buffer knows how many it holds. A guess, a copy that an error cut short and an expert
-that lost its place are then the same thing: a buffer that may need only the rest. A buffer counts as holding a piece only
-after that piece was queued, so whatever interrupts a step leaves the truth behind.
+An expert is copied in pieces, and for each buffer the number of pieces it holds is kept. A guess, a copy that an error
+cut short and an expert that lost its place are then the same: a buffer that may need only the rest. A piece is counted
+only after its copy was queued, so the count is right wherever a step is interrupted.
 
 Policies. "lfu": an expert's heat is the number of tokens that chose it, each counting `decay` times as much as the
 next; a miss is kept if it is at least as hot as the coldest cached expert. "lru": heat is the time of the last use, and
@@ -29,32 +29,34 @@ No prompt can weigh more than a full window of decodes, (1 - d) * sum d^i = 1; a
 
 Host memory that cannot hold all experts of a layer holds other ones than its cached buffers, not the same. An expert
 that is in a buffer and not in host memory is *alone* there. When its buffer is to be overwritten it is copied to host
-memory, into the block of an expert that is in a cached buffer as well and is alone from then on. Once the cached buffers
-are full there always is one if Q buffers and H blocks hold the E experts of the layer: were none in both, they would
-hold Q + H >= E experts beside the one that goes. So from then on no expert is read from its file twice. If Q + H < E,
-the block of the coldest expert is taken if the difference in heat pays for the copy.
+memory, into the block of an expert that is in a cached buffer as well and is alone from then on. Once the cached
+buffers are full there always is one if Q buffers and H blocks hold the E experts of the layer: were none in both, they
+would hold Q + H >= E experts beside the one that goes. So from then on no expert is read from its file twice. If
+Q + H < E, the block of the coldest expert is taken if the difference in heat pays for the copy.
 
-The price is that copy. So what an expert is worth in its buffer is counted in copies from host memory: its heat, and, if
-it is alone, what giving it up costs: a copy out, or reading it from disk `disk_cost` times as slowly when it is chosen.
+The price is that copy. So what an expert is worth in its buffer is counted in copies from host memory: its heat, and,
+if it is alone, what giving it up costs: a copy out, or reading it from disk `disk_cost` times as slowly when it is
+chosen.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from nanovllm.errors import ConfigError
 
 POLICIES = ("lfu", "lru", "none")
-# A window of 25 tokens. Simulated with several skews and drifts of Routing: 0.95 to 0.99 differ by a point with half of
-# the experts cached; with a quarter, and popularity that drifts, long memories lose up to 6 points.
+# A window of 25 tokens. Simulated (tests/moe/routing.py) with several skews and drifts: 0.95 to 0.99 differ by a point
+# with half of the experts cached; with a quarter, and popularity that drifts, long memories lose up to 6 points.
 DECAY = 0.96
-# What copying an expert back must gain, in copies. Simulated with Routing, even and skewed, 8 and 128 experts of which
+# What copying an expert back must gain, in copies. Simulated with even and skewed choices, 8 and 128 experts of which
 # host and buffers hold 70 to 100 %: the time for copies differs by up to 11 % between 1 and 4; 0 takes up to 38 % more.
 SAVING = 2.0
 DISK_BANDWIDTH = 3e9  # bytes a second, assumed
 LINK_BANDWIDTH = 25e9  # where it is not measured
+NOTHING = (-1, -1)  # the key of an empty buffer
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,29 @@ class ExpertWaves:
     elsewhere: list[int] = field(default_factory=list)  # misses that the caller computes without a buffer
 
 
-@dataclass
-class _Content:
+class Rescue(NamedTuple):
+    """Copy this expert from its buffer to host memory."""
+
     layer: int
     expert: int
+    instead: int | None  # into the block of this expert; None: into the block that an interrupted copy left empty
+
+
+class Fetch(NamedTuple):
+    """Copy pieces of this expert until the buffer holds so many."""
+
+    expert: int
+    buffer: int
+    num_pieces: int
+
+
+@dataclass
+class _Content:
+    """Of a buffer."""
+
+    key: tuple[int, int] = NOTHING  # (layer, expert)
     num_pieces: int = 0  # the first so many are there
-    num_guessed: int = 0  # of them came as a guess that nobody has asked for yet
+    num_guessed: int = 0  # of them came as a guess that no call has confirmed yet
 
 
 class ExpertCache:
@@ -145,14 +164,14 @@ class ExpertCache:
         buffers = iter(range(self.num_buffers))
         self._owned = [[next(buffers) for _ in range(each + (layer < more))] for layer in range(num_layers)]
         self._ring = list(buffers)  # the one used longest ago first
-        self._contents: list[_Content | None] = [None] * self.num_buffers
+        self._contents = [_Content() for _ in range(self.num_buffers)]
         self._buffer_of: dict[tuple[int, int], int] = {}
-        self._torn = False  # an interrupt came while _contents and _buffer_of were changed: the former is true
+        self._torn = False  # an interrupt came while _contents and _buffer_of were changed: _contents is right
         self._busy: set[int] = set()  # buffers of the step in progress
         self._heat = [[0.0] * num_experts for _ in range(num_layers)]
         self._clock = 0
         self._chosen: tuple[int, Collection[int]] = (0, ())  # of the step in progress: layer, experts
-        # By layer: experts that host memory holds, and how many it has room for. Put here by who moves them.
+        # By layer: experts that host memory holds (ExpertStore changes it), and how many it has room for.
         self.held: Sequence[Collection[int]] = [range(num_experts)] * num_layers
         self.num_blocks = [num_experts] * num_layers
         self.disk_cost = LINK_BANDWIDTH / DISK_BANDWIDTH
@@ -167,7 +186,7 @@ class ExpertCache:
         """`token_counts`: the experts chosen and by how many tokens. A miss in `computable` that is not worth keeping
         is returned as `elsewhere`: the caller computes it without a buffer."""
         if self._torn:
-            self._buffer_of = {(c.layer, c.expert): buffer for buffer, c in enumerate(self._contents) if c is not None}
+            self._buffer_of = {content.key: b for b, content in enumerate(self._contents) if content.key != NOTHING}
             self._torn = False
         self._note(layer, token_counts)
         self._chosen = layer, token_counts
@@ -175,7 +194,7 @@ class ExpertCache:
         self._busy = {buffer for expert in token_counts if (buffer := self._buffer_of.get((layer, expert))) is not None}
         hits: dict[int, int] = {}
         own, found, absent, elsewhere = [], [], [], []  # where the experts that must come will go
-        empty = [buffer for buffer in self._owned[layer] if self._contents[buffer] is None] if self._policy != "none" else []
+        empty = [] if self._policy == "none" else [b for b in self._owned[layer] if self._contents[b].key == NOTHING]
         for expert in sorted(token_counts, key=lambda e: (-heat[e], e)):
             buffer = self._buffer_of.get((layer, expert))
             self._count(layer, buffer)
@@ -201,9 +220,9 @@ class ExpertCache:
         self, hits: dict[int, int], own: list[tuple[int, int]], found: list[tuple[int, int]], absent: list[int]
     ) -> tuple[list[list[tuple[int, int]]], int]:
         """If all that come find room in the ring they are one wave. Else half a ring at a time, so that one half is
-        computed on while the other fills. The k-th expert through a ring of R takes its k mod R-th buffer, so a buffer is
-        overwritten R // size waves later at the earliest: `num_ahead`. The coldest go first: the last ones are still
-        in the ring when it is decided what to keep."""
+        computed on while the other fills. The k-th expert through a ring of R takes its k mod R-th buffer, so a buffer
+        is overwritten R // size waves later at the earliest: `num_ahead`. The coldest go first: the last ones are
+        still in the ring when it is decided what to keep."""
         if len(found) + len(absent) + len(own) <= len(self._ring):
             hits.update((expert, buffer) for expert, buffer in found if self._is_whole(buffer))
             found = [(expert, buffer) for expert, buffer in found if not self._is_whole(buffer)]
@@ -219,24 +238,24 @@ class ExpertCache:
 
     def content(self, buffer: int) -> tuple[int, int] | None:
         """(layer, expert) whose bytes are there, all or some."""
-        content = self._contents[buffer]
-        return None if content is None else (content.layer, content.expert)
+        key = self._contents[buffer].key
+        return None if key == NOTHING else key
 
     def begin(self, layer: int, expert: int, buffer: int) -> int:
         """Before copying into a buffer: forgets what it held, unless that is this expert. The pieces it holds of it."""
-        content = self._contents[buffer]
-        if content is None or (content.layer, content.expert) != (layer, expert):
+        content, key = self._contents[buffer], (layer, expert)
+        if content.key != key:
             self._torn = True
-            self._drop(buffer)
-            content = self._contents[buffer] = _Content(layer, expert)
-            self._buffer_of[layer, expert] = buffer
+            self.pieces_wasted[content.key[0]] += content.num_guessed  # 0 of an empty one
+            self._buffer_of.pop(content.key, None)
+            content = self._contents[buffer] = _Content(key)
+            self._buffer_of[key] = buffer
             self._torn = False
         return content.num_pieces
 
     def copied(self, buffer: int, num_pieces: int, guess: bool = False) -> None:
         """The first `num_pieces` are there, or queued."""
         content = self._contents[buffer]
-        assert content is not None
         assert content.num_pieces <= num_pieces <= self.num_pieces
         if guess:
             content.num_guessed += num_pieces - content.num_pieces
@@ -244,7 +263,7 @@ class ExpertCache:
 
     def adopt(self, layer: int) -> None:
         """After the last copy of a call is queued: misses worth more than the layer's coldest cached expert stay."""
-        came = [buffer for buffer in self._ring if buffer in self._busy and self._has_all_of(layer, buffer)]
+        came = [b for b in self._ring if b in self._busy and self._is_whole(b) and self._contents[b].key[0] == layer]
         for buffer in sorted(came, key=lambda s: -self._worth(layer, s)):
             if not self._worth_keeping(layer, self._worth(layer, buffer)):
                 break
@@ -254,47 +273,43 @@ class ExpertCache:
             ring = [coldest] + [other for other in self._ring if other != buffer]  # first: this step has no use of it
             self._owned[layer], self._ring = owned, ring  # side by side: no interrupt comes between
 
-    def rescue(self, buffer: int) -> tuple[int, int, int | None] | None:
-        """(layer, expert, other expert of it): before the buffer is overwritten, what it holds should be copied to host
-        memory, in place of the other one; None for that: into the block that an interrupt left empty. None instead of
-        all: it is there, or not worth that."""
+    def rescue(self, buffer: int) -> Rescue | None:
+        """Before the buffer is overwritten: what to copy to host memory. None: it is there, or not worth a copy."""
         content = self._contents[buffer]
-        if content is None or not self._is_alone(content) or self._policy == "none":
+        if not self._is_alone(content) or self._policy == "none":
             return None
-        layer, expert = content.layer, content.expert
+        layer, expert = content.key
         held, heat = self.held[layer], self._heat[layer]
         if len(held) < self.num_blocks[layer]:
-            return layer, expert, None
-        kept = (self._expert(s) for s in self._owned[layer] if self._is_whole(s))
+            return Rescue(layer, expert, None)
+        kept = (self._contents[b].key[1] for b in self._owned[layer] if self._is_whole(b))
         if twice := [other for other in kept if other in held]:
-            return layer, expert, max(twice, key=heat.__getitem__)  # the hottest: it will stay longest
+            return Rescue(layer, expert, max(twice, key=heat.__getitem__))  # the hottest: it will stay longest
         needed = self._chosen[1] if layer == self._chosen[0] else ()
         coldest = min((other for other in held if other not in needed), key=heat.__getitem__, default=None)
         if coldest is None or (heat[expert] - heat[coldest]) * min(1.0, self.disk_cost - 1) <= SAVING:
             return None
-        return layer, expert, coldest
+        return Rescue(layer, expert, coldest)
 
-    def guess(
-        self, layer: int, experts: Iterable[int], num_pieces: int, far: bool = False
-    ) -> list[tuple[int, int, int]]:
-        """(expert, buffer, pieces it will then hold) for at most `num_pieces` more pieces, likeliest expert first. Never
-        touches a buffer of the step in progress, nor one whose content would have to be copied out; `far` (not the very
-        next layer): nor another guess."""
+    def guess(self, layer: int, experts: Iterable[int], num_pieces: int, far: bool = False) -> list[Fetch]:
+        """Copies of at most `num_pieces` more pieces, likeliest expert first. Never into a buffer of the step in
+        progress, nor into one whose content would have to be copied out; `far` (not the very next layer): nor into
+        another guess."""
         experts = list(experts)
         kept = {self._buffer_of.get((layer, expert)) for expert in experts} | self._busy
-        free = [buffer for buffer in self._by_worth() if buffer not in kept and not (far and self._is_guess(buffer))]
+        free = [b for b in self._by_worth() if b not in kept and not (far and self._contents[b].num_guessed)]
         free = [buffer for buffer in free if self.rescue(buffer) is None]
         fetches = []
         for expert in experts:
             buffer, held = self._buffer_of.get((layer, expert)), 0
             if buffer is not None:
-                held = self._contents[buffer].num_pieces  # type: ignore[union-attr]
+                held = self._contents[buffer].num_pieces
             elif free:
                 buffer = free.pop(0)
             upto = min(self.num_pieces, held + num_pieces)
             if buffer is not None and upto > held:
                 num_pieces -= upto - held
-                fetches.append((expert, buffer, upto))
+                fetches.append(Fetch(expert, buffer, upto))
         return fetches
 
     def forget(self) -> None:
@@ -317,37 +332,29 @@ class ExpertCache:
 
     def _count(self, layer: int, buffer: int | None) -> None:
         """A hit moved no bytes. A guess that proved right did: it is a miss whose copy came early."""
-        content = None if buffer is None else self._contents[buffer]
-        if content is not None and self._is_whole(buffer) and not content.num_guessed:
+        content = _Content() if buffer is None else self._contents[buffer]
+        if content.num_pieces == self.num_pieces and not content.num_guessed:
             self.layer_hits[layer] += 1
         else:
             self.layer_misses[layer] += 1
-        if content is not None:
-            self.pieces_useful[layer] += content.num_guessed
-            content.num_guessed = 0
+        self.pieces_useful[layer] += content.num_guessed
+        content.num_guessed = 0
 
     def _settle_guesses(self, layer: int, demanded: Collection[int]) -> None:
-        """The layer has chosen: guesses about it that were wrong are worth no more than any other leftover."""
-        for buffer in self._ring:
-            content = self._contents[buffer]
-            if content is not None and content.layer == layer and content.expert not in demanded:
+        """The layer has chosen: a guess about it that was wrong is overwritten as early as any other leftover."""
+        for content in (self._contents[buffer] for buffer in self._ring):
+            if content.key[0] == layer and content.key[1] not in demanded:
                 self.pieces_wasted[layer] += content.num_guessed
                 content.num_guessed = 0
 
-    def _drop(self, buffer: int) -> None:
-        content = self._contents[buffer]
-        if content is not None:
-            self.pieces_wasted[content.layer] += content.num_guessed
-            self._buffer_of.pop((content.layer, content.expert), None)
-            self._contents[buffer] = None
-
     def _by_worth(self) -> list[int]:
         """The ring, what is best overwritten first: empty buffers, old ones, guesses."""
-        return sorted(self._ring, key=lambda buffer: (self._contents[buffer] is not None) + self._is_guess(buffer))
 
-    def _is_guess(self, buffer: int) -> bool:
-        content = self._contents[buffer]
-        return content is not None and content.num_guessed > 0
+        def worth(buffer: int) -> int:
+            content = self._contents[buffer]
+            return (content.key != NOTHING) + (content.num_guessed > 0)
+
+        return sorted(self._ring, key=worth)
 
     def _worth_keeping(self, layer: int, worth: float) -> bool:
         coldest = self._coldest(layer)
@@ -361,94 +368,17 @@ class ExpertCache:
 
     def _worth(self, layer: int, buffer: int) -> float:
         content = self._contents[buffer]
-        if content is None:
+        if content.key == NOTHING:
             return -1.0
-        heat = self._heat[layer][content.expert]
+        heat = self._heat[layer][content.key[1]]
         if self._policy == "lru" or not self._is_alone(content):
             return heat
         return heat + min(SAVING, heat * (self.disk_cost - 1))
 
     def _is_alone(self, content: _Content) -> bool:
         """In its buffer, and not in host memory."""
-        return content.num_pieces == self.num_pieces and content.expert not in self.held[content.layer]
+        layer, expert = content.key
+        return content.num_pieces == self.num_pieces and expert not in self.held[layer]
 
-    def _expert(self, buffer: int) -> int:
-        content = self._contents[buffer]
-        assert content is not None
-        return content.expert
-
-    def _has_all_of(self, layer: int, buffer: int) -> bool:
-        content = self._contents[buffer]
-        return content is not None and content.layer == layer and self._is_whole(buffer)
-
-    def _is_whole(self, buffer: int | None) -> bool:
-        content = None if buffer is None else self._contents[buffer]
-        return content is not None and content.num_pieces == self.num_pieces
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Made-up choices of experts, with what is known of real ones: some experts are popular in a layer (Zipf), which
-    ones drifts with the text, and a token likes an expert of the token before it."""
-
-    num_experts: int = 8
-    top_k: int = 2
-    skew: float = 0.7  # popularity of the r-th expert ~ r^-skew
-    drift: float = 0.01  # chance per token and layer that two experts change places in popularity
-    repeat: float = 0.05  # chance that a choice is one of the last token's
-
-    def tokens(self, num_layers: int, seed: int = 0) -> Iterator[list[list[int]]]:
-        """For each token, without end: for each layer the top_k distinct experts."""
-        draw = random.Random(seed)
-        weights = [(rank + 1) ** -self.skew for rank in range(self.num_experts)]
-        ranks = [draw.sample(range(self.num_experts), self.num_experts) for _ in range(num_layers)]
-        last: list[list[int]] = [[] for _ in range(num_layers)]
-        while True:
-            for layer in range(num_layers):
-                if draw.random() < self.drift:
-                    a, b = draw.sample(range(self.num_experts), 2)
-                    ranks[layer][a], ranks[layer][b] = ranks[layer][b], ranks[layer][a]
-                last[layer] = self._choose(draw, [weights[rank] for rank in ranks[layer]], last[layer])
-            yield [list(chosen) for chosen in last]
-
-    def _choose(self, draw: random.Random, weights: Sequence[float], last: list[int]) -> list[int]:
-        chosen: list[int] = []
-        while len(chosen) < self.top_k:
-            again = [expert for expert in last if expert not in chosen]
-            if again and draw.random() < self.repeat:
-                chosen.append(draw.choice(again))
-            else:
-                rest = [0.0 if e in chosen else weight for e, weight in enumerate(weights)]
-                chosen += draw.choices(range(self.num_experts), rest)
-        return chosen
-
-
-def simulate_hit_rates(
-    cached: Sequence[int],
-    policy: str = "lfu",
-    routing: Routing | None = None,
-    num_layers: int = 8,
-    num_tokens: int = 800,
-    decay: float = DECAY,
-    seed: int = 0,
-) -> list[float]:
-    """Hit rate of one sequence's decode for each number of experts cached per layer. With few layers the ring, which is
-    not of the layer but holds what it held, adds some points."""
-    routing = routing or Routing()
-    rates = []
-    for per_layer in cached:
-        cache = ExpertCache(
-            num_layers, routing.num_experts, routing.top_k, per_layer * num_layers, 2 * routing.top_k, policy, decay
-        )
-        for number, choices in zip(range(num_tokens), routing.tokens(num_layers, seed)):
-            if number == num_tokens // 10:
-                cache.layer_hits, cache.layer_misses = [0] * num_layers, [0] * num_layers  # the start is cold
-            for layer, experts in enumerate(choices):
-                for wave in cache.select(layer, dict.fromkeys(experts, 1)).waves:
-                    for expert, buffer in wave:
-                        cache.begin(layer, expert, buffer)
-                        cache.copied(buffer, cache.num_pieces)
-                cache.adopt(layer)
-        hits, misses = sum(cache.layer_hits), sum(cache.layer_misses)
-        rates.append(hits / (hits + misses))
-    return rates
+    def _is_whole(self, buffer: int) -> bool:
+        return self._contents[buffer].num_pieces == self.num_pieces

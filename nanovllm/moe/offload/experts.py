@@ -1,4 +1,4 @@
-"""A layer's part of `Offload` (offload.py): meets `SplitExperts` (layer.py), dense or low-rank."""
+"""A layer's part of `Offload` (offload.py): meets `Experts` (moe/layer.py), dense or low-rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class OffloadedExperts(SharedProjections):
-    """Experts live in the store; what low-rank ones share is a parameter."""
+    """Experts live in the store; the projections that low-rank ones share are parameters."""
 
-    graph_safe = False  # the host looks at what was chosen
+    graph_safe = False  # the host reads what was chosen
 
     def __init__(self, offload: Offload, layer: int, form: ExpertForm, build: Build) -> None:
         """`layer`: among the sparse ones. `form`: of whole experts."""
