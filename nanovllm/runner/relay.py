@@ -70,12 +70,12 @@ class Relay:
         """`sample(hidden)` takes the last hidden states to tokens and advances the state. `pin`: lock host memory."""
         self._model, self._caches, self._step, self._pin = model, caches, step, pin
         ends = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoeLayer)]
-        first = cast(MoeLayer, model.layers[ends[0]].mlp)
-        self._experts = [cast(OffloadedExperts, model.layers[end].mlp.experts) for end in ends]
+        sparse = [cast(MoeLayer, model.layers[end].mlp) for end in ends]
+        self._experts, top_k = [cast(OffloadedExperts, mlp.experts) for mlp in sparse], sparse[0].top_k
         self._offload = self._experts[0].offload
-        sizes, rows = [form.out_size for form in self._offload.shape.forms], len(step.token_ids) * first.top_k
+        sizes, rows = [form.out_size for form in self._offload.shape.forms], len(step.token_ids) * top_k
         memory = torch.zeros(rows * max(sizes), dtype=model.embed.weight.dtype, device=model.embed.weight.device)
-        self._pairs = [memory[: rows * size].view(-1, first.top_k, size) for size in sizes]  # of each sparse layer
+        self._pairs = [memory[: rows * size].view(-1, top_k, size) for size in sizes]  # of each sparse layer
         self._segments: list[LayerSegment] = []
         begin = 0
         for end in ends:

@@ -230,9 +230,11 @@ print(json.dumps({"held": held, "models": models, "tokens": serve(1), "pid": os.
 
 
 @pytest.mark.parametrize(("num_buffers", "in_host"), [(2, 0), (9, 27)])
-def test_killed_in_the_middle_of_a_copy(num_buffers: int, in_host: int, tmp_path: Path, wanted: list[list[int]]) -> None:
-    """Five times, loading or serving from disk, or while experts change places between buffers and host memory: it holds
-    no file that it could leave behind, and the next one runs."""
+def test_killed_in_the_middle_of_a_copy(
+    num_buffers: int, in_host: int, tmp_path: Path, wanted: list[list[int]]
+) -> None:
+    """Five times, loading or serving from disk, or while experts change places between buffers and host memory: the
+    process holds no file that it could leave behind, and the next one runs."""
     home = tmp_path / "home"
     home.mkdir()
     before = set(os.listdir("/dev/shm"))

@@ -24,7 +24,7 @@ from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.moe.offload import store as store_module
 from tests.lowrank.svd_folders import Choice, copy_model, full_rank, write_svd
-from tests.runner.test_relay import InPieces
+from tests.runner.test_relay import InSegments
 from tests.tiny_models import TinyModel, random_prompts
 
 TRAINED = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
@@ -170,7 +170,7 @@ def test_decode_in_pieces(name: str, models: Any) -> None:
     for more in ({}, {"expert_prefetch": False}, {"expert_host_gb": 0.0}):
         with make(models[name], expert_placement="offload", expert_cache_gb=0.0015, **more) as llm:
             runner = llm.engine.executor.runner
-            runner.model = InPieces(runner.model)
+            runner.model = InSegments(runner.model)
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == wanted
             assert runner.model.num_steps >= 6
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.errors import ConfigError
 from nanovllm.hardware.copies import CopyStream
 from nanovllm.moe.offload.idle import IdleTime
 from nanovllm.moe.offload.offload import Offload, OffloadOptions
@@ -145,46 +144,27 @@ class RecordOps(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
         self.names.append(func.overloadpacket.__name__)
-        if isinstance(out, torch.Tensor) and func.overloadpacket.__name__ in ("empty", "new_empty", "zeros", "clone"):
-            self.largest = max(self.largest, out.numel())
-        return out
+        return func(*args, **(kwargs or {}))
 
 
-def test_a_miss_neither_allocates_weights_nor_reads_the_device_nor_writes_to_the_host(monkeypatch) -> None:
-    """Lesson 32. Operators are replaced: what remains is what offload itself asks of torch."""
-    rig = make_rig(1, 8, 2, OffloadOptions(2, 2), lazy=False)
-    zeros = torch.zeros(3, 2, HIDDEN)
-    ops = replace(PLAIN, expert_pairs=lambda *tensors: tensors[-1], sum_pairs=lambda pairs: zeros[:, 0])
+def test_a_call_makes_few_calls_of_torch_and_never_waits_for_the_device(monkeypatch) -> None:
+    """Of misses and of hits. What remains is what offload itself calls: operators are replaced or subtracted."""
+    rig = make_rig(2, 8, 2, OffloadOptions(8, 4), lazy=False)
+    zeros = torch.zeros(1, HIDDEN)
+    ops = replace(PLAIN, expert_pairs=lambda *tensors: tensors[-1], sum_pairs=lambda pairs: zeros)
     monkeypatch.setattr(rig.offload, "_ops", ops)
-    hosts = [rig.offload.store.block(0, expert).clone() for expert in range(8)]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(6):
-        x, ids, weights = random_call(rig, 3, generator)
+    x, ids, weights = random_call(rig, 1, torch.Generator().manual_seed(0))
+    with RecordOps() as guess:
+        PLAIN.route(PLAIN.linear(x, rig.gates[1]), 2, False)
+    for limit in (30, 12):  # both experts are missing, then both are hits
         with RecordOps() as record:
             rig.layer(0)(x, ids, weights)
         assert not {"_local_scalar_dense", "item", "_to_copy", "nonzero", "is_nonzero"} & set(record.names)
-        assert record.largest <= 3 * 2 * HIDDEN < rig.offload.shape.numel
-    assert rig.stream.num_downloads == 6
-    assert rig.stream.num_copies == rig.offload.stats().misses
-    assert all(torch.equal(rig.offload.store.block(0, expert), hosts[expert]) for expert in range(8))
-
-
-def test_torch_calls_of_a_decode_are_few(monkeypatch) -> None:
-    rig = make_rig(2, 8, 2, OffloadOptions(8, 4), lazy=False)
-    monkeypatch.setattr(rig.offload, "_ops", PLAIN)
-    x, ids, weights = random_call(rig, 1, torch.Generator().manual_seed(0))
-    rig.layer(0)(x, ids, weights)
-    with RecordOps() as plain:
-        PLAIN.sum_pairs(PLAIN.expert_pairs(x, *rig.reference[0], ids, weights))
-        PLAIN.route(PLAIN.linear(x, rig.gates[1]), 2, False)
-    with RecordOps() as record:
-        rig.layer(0)(x, ids, weights)  # both are hits
-    assert len(record.names) - len(plain.names) <= 12
+        assert len(record.names) - len(guess.names) <= limit
+    assert (rig.stream.num_downloads, rig.stream.num_copies) == (2, 2)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -305,12 +285,8 @@ def test_rare_misses_on_the_cpu() -> None:
     torch.testing.assert_close(rig.layer(0)(x, many, weights), rig.resident(0, x, many, weights), rtol=2e-2, atol=2e-2)
     assert rig.offload.stats().computed_on_cpu == 1
     assert rig.stream.num_downloads == 7
-
-
-def test_only_rare_misses_are_chosen_and_nothing_else() -> None:
-    """All experts of a call may be computed elsewhere: no pass at all."""
-    rig = make_rig(1, 8, 2, OffloadOptions(0, 2, cpu_misses=True), lazy=False)
-    x, ids, weights = random_call(rig, 1, torch.Generator().manual_seed(0))
+    rig = make_rig(1, 8, 2, OffloadOptions(0, 2, cpu_misses=True), lazy=False)  # all of a call: no pass at all
+    x, ids, weights = random_call(rig, 1, generator)
     torch.testing.assert_close(rig.layer(0)(x, ids, weights), rig.resident(0, x, ids, weights))
     assert rig.stream.num_copies == 0
 
@@ -340,11 +316,6 @@ def test_no_tokens_no_work() -> None:
     out = rig.layer(0)(torch.empty(0, HIDDEN), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))
     assert out.shape == (0, HIDDEN)
     assert rig.stream.num_downloads == 0
-
-
-def test_too_few_buffers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="top_k=2"):
-        make_rig(1, 4, 2, OffloadOptions(8, 1))
 
 
 def test_close_waits_for_copies_and_frees_once() -> None:

@@ -237,6 +237,12 @@ def test_a_file_that_is_replaced_or_removed_later_still_serves_what_was_loaded(t
     store.close()
 
 
+def test_an_expert_whose_place_was_not_recorded_is_an_error_and_not_zeros(tmp_path) -> None:
+    store, _ = make_store(write_model(tmp_path), 0)
+    with pytest.raises(AssertionError, match="the loader recorded where each part is"):
+        store.send(0, 0, 0, store.shape.numel, torch.zeros(store.shape.numel))
+
+
 def test_locations_are_checked(tmp_path) -> None:
     checkpoint = write_model(tmp_path)
     found = checkpoint.location("0.1.up")
