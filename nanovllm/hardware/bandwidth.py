@@ -1,4 +1,4 @@
-"""What the links of this machine really carry: the numbers that `nanovllm plan --measure` predicts from."""
+"""Measured bandwidth of this machine's links and memory, from which `nanovllm plan --measure` predicts speed."""
 
 from __future__ import annotations
 

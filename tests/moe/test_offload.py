@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -162,8 +163,9 @@ def test_a_call_makes_few_calls_of_torch_and_never_waits_for_the_device(monkeypa
     for limit in (30, 12):  # both experts are missing, then both are hits
         with RecordOps() as record:
             rig.layer(0)(x, ids, weights)
-        assert not {"_local_scalar_dense", "item", "_to_copy", "nonzero", "is_nonzero"} & set(record.names)
-        assert len(record.names) - len(guess.names) <= limit
+        own = Counter(record.names) - Counter(guess.names)
+        assert not {"_local_scalar_dense", "item", "_to_copy", "nonzero", "is_nonzero"} & own.keys()
+        assert own.total() <= limit
     assert (rig.stream.num_downloads, rig.stream.num_copies) == (2, 2)
 
 

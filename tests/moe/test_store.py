@@ -161,7 +161,7 @@ def test_a_system_that_refuses_to_lock_memory_gets_the_disk(tmp_path, caplog, mo
     fill_places(store, checkpoint)
     locked.clear()
     locked += [1, 1]
-    with pytest.raises(ConfigError, match=r"0\.00 of 0\.00 GiB.*dummy weights have no files.*expert_host_gb"):
+    with pytest.raises(ConfigError, match=r"0\.0 MiB of 0\.1 MiB.*dummy weights have no files.*expert_host_gb"):
         make_store(None, 6)
 
 

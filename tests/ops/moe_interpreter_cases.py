@@ -29,13 +29,28 @@ def _seed():
     torch.manual_seed(0)
 
 
-def pool_of(num_buffers, hidden, size, dtype, gap=0):
+DENSE = (24, 20, (24, 20), None, torch.float32)
+# Columns of gate and up, size, [outputs, columns] of down, rows of `between`, dtype. Low-rank: gate and up read halves.
+LOW_RANK = [
+    (8, 20, (24, 16), 16, torch.float32),
+    (24, 20, (8, 20), None, torch.float32),
+    (32, 48, (16, 8), 8, torch.float16),
+]
+PLANS = {"gemv": GEMV, "tiles": TILES, "wide": WIDE, "grouped": GROUPED}
+
+
+def plans(*names):
+    return pytest.mark.parametrize("plan", [PLANS[name] for name in names], ids=names)
+
+
+def pool_of(num_buffers, shape, gap=8):
     """(gate_up, down) as views of one pool, `gap` NaN elements between its buffers."""
-    pool = (torch.randn(num_buffers, 3 * size * hidden + gap) * hidden**-0.5).to(dtype)
-    pool[:, 3 * size * hidden :] = float("nan")
-    both = 2 * size * hidden
-    gate_up = pool[:, :both].view(num_buffers, 2 * size, hidden)
-    return gate_up, pool[:, both : 3 * size * hidden].view(num_buffers, hidden, size)
+    columns, size, down, _, dtype = shape
+    first, second = 2 * size * columns, down[0] * down[1]
+    pool = (torch.randn(num_buffers, first + second + gap) * columns**-0.5).to(dtype)
+    pool[:, first + second :] = float("nan")
+    gate_up = pool[:, :first].view(num_buffers, 2 * size, columns)
+    return gate_up, pool[:, first : first + second].view(num_buffers, *down)
 
 
 def reference(x, gate_up, down, buffers, weights):
@@ -51,7 +66,7 @@ def reference(x, gate_up, down, buffers, weights):
 
 def check(plan, num_tokens, num_buffers, top_k, hidden=24, size=20, dtype=torch.float32, buffers=None):
     x = torch.randn(num_tokens, hidden).to(dtype)
-    gate_up, down = pool_of(num_buffers, hidden, size, dtype, gap=8)
+    gate_up, down = pool_of(num_buffers, (hidden, size, (hidden, size), None, dtype))
     ids, weights = moe.route(torch.randn(num_tokens, num_buffers), top_k, False)
     buffers = ids if buffers is None else buffers
     out = torch.full((num_tokens, top_k, hidden), 7.0, dtype=dtype)
@@ -63,7 +78,7 @@ def check(plan, num_tokens, num_buffers, top_k, hidden=24, size=20, dtype=torch.
     assert (out[buffers < 0] == 7.0).all()
 
 
-@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE, GROUPED], ids=["gemv", "tiles", "wide", "grouped"])
+@plans("gemv", "tiles", "wide", "grouped")
 @pytest.mark.parametrize(
     ("num_tokens", "num_buffers", "top_k"), [(1, 1, 1), (1, 8, 2), (2, 60, 8), (15, 4, 2), (16, 4, 1), (17, 8, 2)]
 )
@@ -73,13 +88,13 @@ def test_experts(plan, num_tokens, num_buffers, top_k):
     check(plan, num_tokens, num_buffers, top_k)
 
 
-@pytest.mark.parametrize("plan", [TILES, WIDE], ids=["tiles", "wide"])
+@plans("tiles", "wide")
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 33])
 def test_one_expert_takes_all(plan, num_tokens):
     check(plan, num_tokens, 4, 1, buffers=torch.full((num_tokens, 1), 2, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE, GROUPED], ids=["gemv", "tiles", "wide", "grouped"])
+@plans("gemv", "tiles", "wide", "grouped")
 def test_holes_and_repeats(plan):
     """-1 leaves a row untouched; a token may name an expert twice; buffers 0, 3 and 5 are empty."""
     buffers = torch.tensor([[1, 1], [-1, 2], [4, -1], [-1, -1], [2, 1]], dtype=torch.int32)
@@ -87,64 +102,28 @@ def test_holes_and_repeats(plan):
     check(plan, 5, 6, 2, buffers=torch.full_like(buffers, -1))
 
 
-@pytest.mark.parametrize("plan", [GEMV, TILES, GROUPED], ids=["gemv", "tiles", "grouped"])
+@plans("gemv", "tiles", "grouped")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("hidden", "size"), [(32, 48), (64, 16)])
 def test_dtypes_and_whole_tiles(plan, dtype, hidden, size):
     check(plan, 5, 4, 2, hidden, size, dtype)
 
 
-def test_default_plans_run_here():
-    for num_tokens in (0, 1, 2, 3, 17):
-        x = torch.randn(num_tokens, 24)
-        gate_up, down = pool_of(4, 24, 20, torch.float32)
-        ids, weights = moe.route(torch.randn(num_tokens, 4), 2, True)
-        got = moe_experts.expert_pairs(x, gate_up, down, ids, weights)
-        torch.testing.assert_close(got, moe.expert_pairs(x, gate_up, down, ids, weights), rtol=3e-6, atol=3e-6)
-
-
-@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE], ids=["gemv", "tiles", "wide"])
-def test_several_passes_give_the_bits_of_one(plan):
+@plans("gemv", "tiles", "wide")
+@pytest.mark.parametrize("shape", [DENSE, *LOW_RANK], ids=str)
+def test_several_passes_give_the_bits_of_one_which_are_near_the_twins(plan, shape):
     """Other passes, and a pool in which the experts lie elsewhere."""
-    num_tokens, num_experts, hidden, size = 3 if plan is GEMV else 19, 6, 24, 20
-    x = torch.randn(num_tokens, hidden)
-    gate_up, down = pool_of(num_experts, hidden, size, torch.float32)
-    ids, weights = moe.route(torch.randn(num_tokens, num_experts), 2, True)
-    whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, plan=plan)
-    elsewhere = torch.tensor([7, 2, 9, 0, 4, 5], dtype=torch.int32)
-    wide_up, wide_down = pool_of(11, hidden, size, torch.float32)
-    wide_up[elsewhere], wide_down[elsewhere] = gate_up, down
-    out = torch.full_like(whole, float("nan"))
-    for experts in ([0], [5, 2], [1, 3, 4]):
-        buffers = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
-        moe_experts.expert_pairs(x, wide_up, wide_down, buffers, weights, out=out, plan=plan)
-    assert torch.equal(out, whole)
-
-
-def low_rank_pool(num_buffers, rank, size, down):
-    first, second = 2 * size * rank, down[0] * down[1]
-    pool = torch.randn(num_buffers, first + second + 8) * rank**-0.5
-    pool[:, first + second :] = float("nan")
-    return pool[:, :first].view(num_buffers, 2 * size, rank), pool[:, first : first + second].view(num_buffers, *down)
-
-
-@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE], ids=["gemv", "tiles", "wide"])
-@pytest.mark.parametrize(
-    ("rank", "size", "down", "rank2", "dtype"),
-    [(8, 20, (24, 16), 16, torch.float32), (24, 20, (8, 20), None, torch.float32), (32, 48, (16, 8), 8, torch.float16)],
-)
-def test_low_rank_experts(plan, rank, size, down, rank2, dtype):
-    """Against the twin, in one pass and in several with the experts elsewhere."""
-    num_tokens = 2 if plan is GEMV else 19
-    gate_up, down = (weight.to(dtype) for weight in low_rank_pool(6, rank, size, down))
-    between = None if rank2 is None else (torch.randn(rank2, size) * size**-0.5).to(dtype)
-    x = torch.randn(num_tokens, 2 * rank).to(dtype)
+    columns, size, _, rank, dtype = shape
+    num_tokens = 3 if plan is GEMV else 19
+    gate_up, down = pool_of(6, shape)
+    between = None if rank is None else (torch.randn(rank, size) * size**-0.5).to(dtype)
+    x = torch.randn(num_tokens, columns if shape is DENSE else 2 * columns).to(dtype)
     ids, weights = moe.route(torch.randn(num_tokens, 6), 2, True)
     whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, plan=plan, between=between)
     expected = moe.expert_pairs(x, gate_up, down, ids, weights, between=between)
     torch.testing.assert_close(whole, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     elsewhere = torch.tensor([7, 2, 9, 0, 4, 5], dtype=torch.int32)
-    far_up, far_down = (weight.to(dtype) for weight in low_rank_pool(11, rank, size, down.shape[1:]))
+    far_up, far_down = pool_of(11, shape)
     far_up[elsewhere], far_down[elsewhere] = gate_up, down
     out = torch.full_like(whole, float("nan"))
     for experts in ([0], [5, 2], [1, 3, 4]):
@@ -153,10 +132,12 @@ def test_low_rank_experts(plan, rank, size, down, rank2, dtype):
     assert torch.equal(out, whole)
 
 
-def test_low_rank_experts_by_default_plans():
-    for num_tokens in (0, 2, 3, 17):
-        gate_up, down = low_rank_pool(4, 8, 20, (24, 16))
-        x, between = torch.randn(num_tokens, 16), torch.randn(16, 20)
+@pytest.mark.parametrize("shape", [DENSE, LOW_RANK[0]], ids=["dense", "low-rank"])
+def test_default_plans_run_here(shape):
+    for num_tokens in (0, 1, 2, 3, 17):
+        gate_up, down = pool_of(4, shape)
+        x = torch.randn(num_tokens, 24 if shape is DENSE else 16)
+        between = None if shape is DENSE else torch.randn(16, 20)
         ids, weights = moe.route(torch.randn(num_tokens, 4), 2, True)
         got = moe_experts.expert_pairs(x, gate_up, down, ids, weights, between=between)
         expected = moe.expert_pairs(x, gate_up, down, ids, weights, between=between)

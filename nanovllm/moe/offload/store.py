@@ -35,7 +35,7 @@ from nanovllm.hardware.copies import CopyStream, Mark
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Shard
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
-from nanovllm.memory.budget import GIB, fit_host
+from nanovllm.memory.budget import GIB, fit_host, gib
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import DOWN, ExpertForm
 from nanovllm.weights.loader import OnDisk, Place, ShardPlace, as_place
@@ -152,7 +152,7 @@ class ExpertStore:
         shape, layers = self.shape, range(len(self.shape.layers))
         keys = [(layer, expert) for expert in range(shape.num_experts) for layer in reversed(layers)]
         fitting = fit_host(host_bytes, shape.layer_bytes, shape.num_experts)
-        reason = f"the limit is {host_bytes / GIB:.2f} GiB"
+        reason = f"the limit is {gib(host_bytes)}"
         for layer, expert in keys[: sum(fitting)]:
             try:
                 block = HostBlock(shape.forms[layer].numel, shape.dtype, device)
@@ -167,10 +167,10 @@ class ExpertStore:
     def _stay_on_disk(self, keys: list[tuple[int, int]], reason: str, device: Device, num_left: int) -> None:
         """`num_left`: so many have no room on the device either."""
         sizes, num_rest = self.shape.layer_bytes, len(keys) - self.num_in_memory
-        locked = sum(size * len(blocks) for size, blocks in zip(sizes, self._blocks)) / GIB
-        wanted = sum(sizes) * self.shape.num_experts / GIB
-        figures = f"{locked:.2f} of {wanted:.2f} GiB of experts are in locked host memory ({reason})"
-        remedy = f"give expert_host_gb={-(-wanted * 100 // 1) / 100} (and a machine that has it)"
+        locked = sum(size * len(blocks) for size, blocks in zip(sizes, self._blocks))
+        wanted = sum(sizes) * self.shape.num_experts
+        figures = f"{gib(locked)} of {gib(wanted)} of experts are in locked host memory ({reason})"
+        remedy = f"give expert_host_gb={math.ceil(wanted / GIB * 100) / 100} (and a machine that has it)"
         if self._checkpoint is None:
             raise ConfigError(f"{figures}, and dummy weights have no files to read the others from: {remedy}")
         names = self._checkpoint.names()
@@ -179,16 +179,12 @@ class ExpertStore:
                 f"{figures}, and experts in a GGUF file cannot be read from disk as they are needed: {remedy}, or use "
                 "the model's safetensors"
             )
-        figures += f"; the other {num_rest} of {len(keys)} are read from disk "
+        figures += f"; the other {num_rest} of {len(keys)} are read from disk"
         if num_left == 0:
-            logger.info("%sonce: host and device together hold all", figures)
+            logger.info("%s once: host and device together hold all", figures)
         else:
-            logger.warning(
-                "%swhen they are needed, which is slow, but for %d that the device has room for: %s",
-                figures,
-                num_rest - num_left,
-                remedy,
-            )
+            rest = f"except {num_rest - num_left} that the device has room for"
+            logger.warning("%s whenever they are needed, %s. That is slow: %s", figures, rest, remedy)
         self._files = {key: {} for key in keys}
         size = min(CHUNK_BYTES // self.shape.dtype.itemsize, self.shape.numel)
         try:
