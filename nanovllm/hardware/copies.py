@@ -82,10 +82,6 @@ class CopyStream:
     def synchronize(self) -> None:
         """The host waits for all copies."""
 
-    def bandwidth(self, source: torch.Tensor, target: torch.Tensor) -> float | None:
-        """Bytes per second, measured now. None where copies do not run beside computing."""
-        return None
-
     def _mark(self, point: Any) -> Mark:
         self._num_marks += 1
         return Mark(self._num_marks, point)
@@ -134,17 +130,6 @@ class GpuCopyStream(CopyStream):
 
     def synchronize(self) -> None:
         self._stream.synchronize()
-
-    def bandwidth(self, source: torch.Tensor, target: torch.Tensor) -> float | None:
-        num_bytes, repeats = source.numel() * source.element_size(), 4
-        self.copy(target, source)  # the first touches pages
-        start = self.mark_copies(timed=True)
-        for _ in range(repeats):
-            self.copy(target, source)
-        end = self.mark_copies(timed=True)
-        self.synchronize()
-        seconds = self.seconds(start, end)
-        return repeats * num_bytes / seconds if seconds else None
 
     def _record_copies(self, timed: bool) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=timed)

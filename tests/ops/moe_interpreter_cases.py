@@ -36,11 +36,11 @@ LOW_RANK = [
     (24, 20, (8, 20), None, torch.float32),
     (32, 48, (16, 8), 8, torch.float16),
 ]
-PLANS = {"gemv": GEMV, "tiles": TILES, "wide": WIDE, "grouped": GROUPED}
+CHOICES = {"gemv": GEMV, "tiles": TILES, "wide": WIDE, "grouped": GROUPED}
 
 
-def plans(*names):
-    return pytest.mark.parametrize("plan", [PLANS[name] for name in names], ids=names)
+def choices(*names):
+    return pytest.mark.parametrize("choice", [CHOICES[name] for name in names], ids=names)
 
 
 def pool_of(num_buffers, shape, gap=8):
@@ -64,13 +64,13 @@ def reference(x, gate_up, down, buffers, weights):
     return out
 
 
-def check(plan, num_tokens, num_buffers, top_k, hidden=24, size=20, dtype=torch.float32, buffers=None):
+def check(choice, num_tokens, num_buffers, top_k, hidden=24, size=20, dtype=torch.float32, buffers=None):
     x = torch.randn(num_tokens, hidden).to(dtype)
     gate_up, down = pool_of(num_buffers, (hidden, size, (hidden, size), None, dtype))
     ids, weights = moe.route(torch.randn(num_tokens, num_buffers), top_k, False)
     buffers = ids if buffers is None else buffers
     out = torch.full((num_tokens, top_k, hidden), 7.0, dtype=dtype)
-    got = moe_experts.expert_pairs(x, gate_up, down, buffers, weights, out=out, plan=plan)
+    got = moe_experts.expert_pairs(x, gate_up, down, buffers, weights, out=out, choice=choice)
     assert got is out
     expected = reference(x, gate_up, down, buffers, weights)
     expected[buffers < 0] = 7.0
@@ -78,48 +78,48 @@ def check(plan, num_tokens, num_buffers, top_k, hidden=24, size=20, dtype=torch.
     assert (out[buffers < 0] == 7.0).all()
 
 
-@plans("gemv", "tiles", "wide", "grouped")
+@choices("gemv", "tiles", "wide", "grouped")
 @pytest.mark.parametrize(
     ("num_tokens", "num_buffers", "top_k"), [(1, 1, 1), (1, 8, 2), (2, 60, 8), (15, 4, 2), (16, 4, 1), (17, 8, 2)]
 )
-def test_experts(plan, num_tokens, num_buffers, top_k):
-    if plan is GEMV and num_tokens > 2:
+def test_experts(choice, num_tokens, num_buffers, top_k):
+    if choice is GEMV and num_tokens > 2:
         pytest.skip("the boundaries of tiles")
-    check(plan, num_tokens, num_buffers, top_k)
+    check(choice, num_tokens, num_buffers, top_k)
 
 
-@plans("tiles", "wide")
+@choices("tiles", "wide")
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 33])
-def test_one_expert_takes_all(plan, num_tokens):
-    check(plan, num_tokens, 4, 1, buffers=torch.full((num_tokens, 1), 2, dtype=torch.int32))
+def test_one_expert_takes_all(choice, num_tokens):
+    check(choice, num_tokens, 4, 1, buffers=torch.full((num_tokens, 1), 2, dtype=torch.int32))
 
 
-@plans("gemv", "tiles", "wide", "grouped")
-def test_holes_and_repeats(plan):
+@choices("gemv", "tiles", "wide", "grouped")
+def test_holes_and_repeats(choice):
     """-1 leaves a row untouched; a token may name an expert twice; buffers 0, 3 and 5 are empty."""
     buffers = torch.tensor([[1, 1], [-1, 2], [4, -1], [-1, -1], [2, 1]], dtype=torch.int32)
-    check(plan, 5, 6, 2, buffers=buffers)
-    check(plan, 5, 6, 2, buffers=torch.full_like(buffers, -1))
+    check(choice, 5, 6, 2, buffers=buffers)
+    check(choice, 5, 6, 2, buffers=torch.full_like(buffers, -1))
 
 
-@plans("gemv", "tiles", "grouped")
+@choices("gemv", "tiles", "grouped")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("hidden", "size"), [(32, 48), (64, 16)])
-def test_dtypes_and_whole_tiles(plan, dtype, hidden, size):
-    check(plan, 5, 4, 2, hidden, size, dtype)
+def test_dtypes_and_whole_tiles(choice, dtype, hidden, size):
+    check(choice, 5, 4, 2, hidden, size, dtype)
 
 
-@plans("gemv", "tiles", "wide")
+@choices("gemv", "tiles", "wide")
 @pytest.mark.parametrize("shape", [DENSE, *LOW_RANK], ids=str)
-def test_several_passes_give_the_bits_of_one_which_are_near_the_twins(plan, shape):
+def test_several_passes_give_the_bits_of_one_which_are_near_the_twins(choice, shape):
     """Other passes, and a pool in which the experts lie elsewhere."""
     columns, size, _, rank, dtype = shape
-    num_tokens = 3 if plan is GEMV else 19
+    num_tokens = 3 if choice is GEMV else 19
     gate_up, down = pool_of(6, shape)
     between = None if rank is None else (torch.randn(rank, size) * size**-0.5).to(dtype)
     x = torch.randn(num_tokens, columns if shape is DENSE else 2 * columns).to(dtype)
     ids, weights = moe.route(torch.randn(num_tokens, 6), 2, True)
-    whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, plan=plan, between=between)
+    whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, choice=choice, between=between)
     expected = moe.expert_pairs(x, gate_up, down, ids, weights, between=between)
     torch.testing.assert_close(whole, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     elsewhere = torch.tensor([7, 2, 9, 0, 4, 5], dtype=torch.int32)
@@ -128,12 +128,12 @@ def test_several_passes_give_the_bits_of_one_which_are_near_the_twins(plan, shap
     out = torch.full_like(whole, float("nan"))
     for experts in ([0], [5, 2], [1, 3, 4]):
         buffers = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
-        moe_experts.expert_pairs(x, far_up, far_down, buffers, weights, out=out, plan=plan, between=between)
+        moe_experts.expert_pairs(x, far_up, far_down, buffers, weights, out=out, choice=choice, between=between)
     assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("shape", [DENSE, LOW_RANK[0]], ids=["dense", "low-rank"])
-def test_default_plans_run_here(shape):
+def test_default_choices_run_here(shape):
     for num_tokens in (0, 1, 2, 3, 17):
         gate_up, down = pool_of(4, shape)
         x = torch.randn(num_tokens, 24 if shape is DENSE else 16)

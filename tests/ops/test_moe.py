@@ -148,11 +148,11 @@ HOPPER = (9, 0)
 def test_the_rule():
     rule = {1: "gemv 1", 2: "gemv 1", 3: "tiles 16", 16: "tiles 16", 17: "tiles 64", 128: "tiles 64"}
     rule |= {129: "tiles 128", 512: "tiles 128", 513: "tiles 128", 3071: "tiles 128", 3072: "grouped 128"}
-    plans = {n: moe_tiles.default_plan(n, MIXTRAL, HOPPER) for n in rule}
-    assert {n: f"{plan.kind} {plan.block_m}" for n, plan in plans.items()} == rule
+    choices = {n: moe_tiles.default_tiles(n, MIXTRAL, HOPPER) for n in rule}
+    assert {n: f"{choice.kind} {choice.block_m}" for n, choice in choices.items()} == rule
     many = MoeShape(2048, 768, 8, torch.bfloat16)
-    plans = [moe_tiles.default_plan(n, many, HOPPER) for n in (4, 5, 64, 65, 512, 513)]
-    assert [plan.block_m for plan in plans] == [1, 16, 16, 64, 64, 128]
+    choices = [moe_tiles.default_tiles(n, many, HOPPER) for n in (4, 5, 64, 65, 512, 513)]
+    assert [choice.block_m for choice in choices] == [1, 16, 16, 64, 64, 128]
 
 
 def test_the_grouped_product_is_for_hopper_and_bf16():
@@ -171,9 +171,9 @@ def test_low_rank_experts_have_plans_of_their_own():
     """No grouped product, no entries that were measured of dense experts, and a second product of other sizes."""
     low_rank = MoeShape(1024, 14336, 2, torch.bfloat16, (4096, 1024))
     assert not moe_tiles.uses_grouped(16384, low_rank, HOPPER)
-    assert moe_tiles.default_plan(16384, low_rank, HOPPER).kind == "tiles"
+    assert moe_tiles.default_tiles(16384, low_rank, HOPPER).kind == "tiles"
     small = MoeShape(1024, 14336, 2, torch.bfloat16, (4096, 256))
-    assert moe_tiles.default_plan(1, small, HOPPER).down.block_k == 256
+    assert moe_tiles.default_tiles(1, small, HOPPER).down.block_k == 256
 
 
 @pytest.mark.parametrize("arch", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -185,9 +185,9 @@ def test_stages_fit_the_shared_memory(arch, low_rank):
     )
     limit = moe_tiles.SHARED.get(arch, moe_tiles.LEAST_SHARED)
     for num_tokens in (3, 17, 65, 129, 513):
-        plan = moe_tiles.default_plan(num_tokens, shape, arch)
-        for tile, num_weights, num_rows in ((plan.gate_up, 2, 1 + low_rank), (plan.down, 1, 1)):
-            numbers = (num_rows * plan.block_m + num_weights * tile.block_n) * tile.block_k
+        choice = moe_tiles.default_tiles(num_tokens, shape, arch)
+        for tile, num_weights, num_rows in ((choice.gate_up, 2, 1 + low_rank), (choice.down, 1, 1)):
+            numbers = (num_rows * choice.block_m + num_weights * tile.block_n) * tile.block_k
             assert tile.num_stages * numbers * 2 <= limit
             assert tile.num_stages >= 2
 
@@ -195,8 +195,8 @@ def test_stages_fit_the_shared_memory(arch, low_rank):
 def test_sizes_to_warm_cover_every_plan():
     device = torch.device("cpu")
     sizes = moe_tiles.sizes_to_warm(100, MIXTRAL, device)
-    plans = {moe_tiles.choose_plan(n, MIXTRAL, device) for n in range(1, 101)}
-    assert {moe_tiles.choose_plan(n, MIXTRAL, device) for n in sizes} == plans
+    choices = {moe_tiles.choose_tiles(n, MIXTRAL, device) for n in range(1, 101)}
+    assert {moe_tiles.choose_tiles(n, MIXTRAL, device) for n in sizes} == choices
     assert sizes == sorted(sizes, reverse=True)
 
 

@@ -31,6 +31,7 @@ from operator import mul
 import numpy as np
 import torch
 
+from nanovllm.hardware.bandwidth import copy_bandwidth
 from nanovllm.hardware.copies import CopyStream, ExpertBuffer, StallClock, open_copy_stream, reading
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import transfers_of
@@ -125,11 +126,12 @@ class Offload:
         return ExpertCache(*sizes, options.num_cached, options.num_streaming, options.policy, num_pieces=num_pieces)
 
     def _measure_bandwidth(self, memory: torch.Tensor) -> float | None:
+        """Bytes per second to the device. None where copies do not run beside computing."""
         block = self.store.any_block()
-        if block is None:
+        if block is None or not self._device.is_gpu:
             return None
         count = min(len(block), (64 << 20) // self.shape.dtype.itemsize)
-        return self.stream.bandwidth(block[:count], memory[:count])
+        return copy_bandwidth(block[:count], memory[:count], self._device)
 
     def experts(self, layer: int, moe: MoeConfig, hidden: int, build: Build) -> OffloadedExperts:
         """`Parts.experts` of the model; `layer` counts all layers."""
@@ -203,7 +205,10 @@ class Offload:
         """Brings what is missing and computes the rows of all chosen experts but `done`."""
         assert not self._closed
         token_counts = routing.token_counts()
-        computable = self._computable(call.layer, token_counts) if routing.rows is not None else set()
+        computable: set[int] = set()
+        if routing.rows is not None:
+            few = (expert for expert, count in token_counts.items() if count <= CPU_TOKENS)
+            computable = {expert for expert in few if self.store.in_memory(call.layer, expert)}
         selection = self.cache.select(call.layer, token_counts, computable)
         waves, num_ahead = selection.waves, selection.num_ahead
         here = [(expert, buffer) for expert, buffer in selection.hits.items() if expert not in done]
@@ -229,11 +234,6 @@ class Offload:
         if selection.elsewhere:
             self._compute_on_cpu(call, selection.elsewhere, routing)
         self._counts.tokens += len(call.z) if call.layer == 0 else 0
-
-    def _computable(self, layer: int, token_counts: dict[int, int]) -> set[int]:
-        """What the CPU may compute: chosen by few tokens, and in host memory."""
-        few = (expert for expert, count in token_counts.items() if count <= CPU_TOKENS)
-        return {expert for expert in few if self.store.in_memory(layer, expert)}
 
     def _bring(self, layer: int, wave: list[tuple[int, int]]) -> None:
         for expert, buffer in wave:
