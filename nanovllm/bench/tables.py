@@ -1,7 +1,7 @@
-"""The tables of the READMEs, made from the JSON files under benchmarks/results/: `nanovllm bench tables`.
+"""`nanovllm bench tables`: the tables of docs/benchmarks.md, in both languages, from the files of benchmarks/results/.
 
 A table stands between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; what is between is replaced. A figure that is
-not in a result file cannot get into a README this way.
+not in a result file cannot get into a table this way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHINESE: Words = {
     "workload": "负载", "ours": "nano-vLLM tok/s", "limit": "该卡的极限", "share": "占极限", "ratio": "倍数",
     "equal": "token 一致", "slots": "每个 token 占用的 KV 槽位", "measured": "测于", "hf": "Hugging Face tok/s",
 }  # fmt: skip
-PAGES = {"README.md": ENGLISH, "README.zh-CN.md": CHINESE}
+PAGES = {"docs/benchmarks.md": ENGLISH, "docs/benchmarks.zh-CN.md": CHINESE}
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
