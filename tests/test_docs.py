@@ -485,3 +485,9 @@ def test_the_commands_for_contributors_are_there() -> None:
     extra = re.search(r"^test = \[(.*?)^\]", read("pyproject.toml"), re.M | re.S)
     assert extra
     assert {"ruff", "mypy", "pytest"} <= set(re.findall(r'"([\w-]+)', extra[1]))
+
+
+def test_every_folder_of_the_package_has_its_row() -> None:
+    rows = [cell for row in table_rows(read("CONTRIBUTING.md")) for cell in spans(row[0])]
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {f"{name}/" for name in folders} <= set(rows)
