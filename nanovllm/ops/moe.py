@@ -105,7 +105,7 @@ def _uses_grouped_mm(x: torch.Tensor, size: int) -> bool:
 
 @functools.cache
 def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Its devices and dtypes grew from release to release: one small call tells."""
+    """Tried with one small call: its devices and dtypes grew from release to release."""
     x, ends = torch.zeros(16, 32, dtype=dtype, device=device), torch.tensor([0, 16], dtype=torch.int32, device=device)
     try:
         F.grouped_mm(x, torch.zeros(2, 32, 32, dtype=dtype, device=device).transpose(1, 2), offs=ends)

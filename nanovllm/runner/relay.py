@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
 
 from nanovllm.hardware.graphs import Capture
 from nanovllm.layers.attention import KVCache, Step
-from nanovllm.models.transformer import DecoderLayer, Transformer
+from nanovllm.models.transformer import Transformer
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.moe.offload.experts import OffloadedExperts
 from nanovllm.moe.offload.report import ExpertCall
@@ -70,8 +69,8 @@ class Relay:
         """`sample(hidden)` takes the last hidden states to tokens and advances the state. `pin`: lock host memory."""
         self._model, self._caches, self._step, self._pin = model, caches, step, pin
         ends = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoeLayer)]
-        sparse = [cast(MoeLayer, model.layers[end].mlp) for end in ends]
-        self._experts, top_k = [cast(OffloadedExperts, mlp.experts) for mlp in sparse], sparse[0].top_k
+        self._experts: list[OffloadedExperts] = [model.layers[end].mlp.experts for end in ends]
+        top_k: int = model.layers[ends[0]].mlp.top_k
         self._offload = self._experts[0].offload
         sizes, rows = [form.out_size for form in self._offload.shape.forms], len(step.token_ids) * top_k
         memory = torch.zeros(rows * max(sizes), dtype=model.embed.weight.dtype, device=model.embed.weight.device)
@@ -111,15 +110,14 @@ class Relay:
     def _make_segment(self, dense: range, end: int, capture: Capture) -> LayerSegment:
         """Dense layers, and the sparse one at `end` up to the sum of its experts."""
         number, offload, result = len(self._segments), self._offload, RoutingResult()
-        sparse = cast(DecoderLayer, self._model.layers[end])
-        router = cast(MoeLayer, sparse.mlp)
+        sparse = self._model.layers[end]
 
         def route_segment() -> None:
             x, residual = self._enter(number, dense)
             rope = self._model.rope(self._step)
             x, result.residual = sparse.attend(x, residual, rope, self._step, self._caches[end])
             z = self._experts[number].enter(x)
-            result.call = ExpertCall(number, z, *router.route(x), self._pairs[number])
+            result.call = ExpertCall(number, z, *sparse.mlp.route(x), self._pairs[number])
             packed = offload.report.pack(result.call, x)
             if result.report is None:  # at the trial run, before anything is captured
                 result.report = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=self._pin)

@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened to host memory: on a GPU it is locked, and who forgets to unlock it keeps it from everybody."""
+    """What happened to host memory: on a GPU it is locked, and stays so until it is released."""
     events: list[str] = []
 
     class Watched(store_module.HostBlock):
@@ -202,7 +202,7 @@ def test_a_dense_model_has_nothing_to_offload(
 @every_tier
 @pytest.mark.parametrize("part", ["3.w1", "7.w2"])
 def test_a_missing_expert(folder: Path, tier: str, part: str, blocks: list[str], wanted: list[list[int]]) -> None:
-    """Lesson 34: it was zeros. Both on the tier that is filled and on the one that is only pointed to."""
+    """An error and not zeros, on the tier that is filled and on the one that is only located."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     name = f"{EXPERTS}.{part}.weight"

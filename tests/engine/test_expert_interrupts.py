@@ -27,6 +27,7 @@ from nanovllm.moe.offload.offload import OffloadOptions
 from nanovllm.runner import expert_memory
 from tests.engine.test_expert_errors import EXPERT_BYTES, GREEDY, PROMPTS, ROOT, TRAINED, gb, make, tokens
 from tests.moe.offload_rig import FixedIdle
+from tests.moe.test_cache import check_consistent
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +68,6 @@ def served() -> Iterator[LLM]:
     llm.engine.executor.offload.idle = FixedIdle(2)
     with llm:
         yield llm
-
-
-def assert_consistent(cache: ExpertCache) -> None:
-    """Every buffer has one role, and what a buffer holds is found: else an interrupt would cost hits for ever."""
-    roles = [buffer for layer in cache._owned for buffer in layer] + cache._ring
-    assert sorted(roles) == list(range(cache.num_buffers))
-    held = {content: buffer for buffer in roles if (content := cache.content(buffer)) is not None}
-    assert held == cache._buffer_of
 
 
 @pytest.mark.parametrize("where", ["send", "expert_pairs"])
@@ -138,7 +131,7 @@ def test_interrupted_at_any_line(served: LLM, wanted: list[list[int]]) -> None:
         raised = run(draw.randrange(1, total))
         assert not served.engine.has_unfinished_requests()
         assert tokens(served) == wanted, raised
-        assert_consistent(served.engine.executor.offload.cache)
+        check_consistent(served.engine.executor.offload.cache)
 
 
 def drive(cache: ExpertCache, calls: list[tuple[int, list[int]]]) -> None:
@@ -182,7 +175,7 @@ def test_decisions_interrupted_at_every_line() -> None:
         finally:
             sys.settrace(None)
         drive(cache, calls[::-1])
-        assert_consistent(cache)
+        check_consistent(cache)
         assert [len(held) for held in cache.held] == [3, 3]
     assert stop_at > 1000
 

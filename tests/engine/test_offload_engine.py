@@ -418,7 +418,7 @@ def test_opening_and_closing_leaks_nothing(facts: Find) -> None:
     assert resident_bytes() - before < 30 << 20
 
 
-# ---- what it tells ---------------------------------------------------------------------------------------------------
+# ---- metrics and log -------------------------------------------------------------------------------------------------
 
 
 def check_metrics(output: RequestOutput, model: Facts) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class CountingStream(CopyStream):
 
 
 class LazyStream(CountingStream):
-    """A copy happens only when somebody waits for it; computing happens at once. A kernel that reads too early
+    """A copy happens only when something waits for it; computing happens at once. A kernel that reads too early
     reads old bytes, a source that is rewritten too early sends wrong ones, and a copy that does not wait for the last
     kernel that read its target is caught by number: `reads` has, for a buffer, the first mark after its last use."""
 
@@ -82,7 +82,7 @@ class LazyStream(CountingStream):
 
 
 class FixedIdle:
-    """So many pieces of idle time after every layer, whatever the clock says."""
+    """So many pieces of idle time after every layer, whatever the clock."""
 
     def __init__(self, pieces: int) -> None:
         self.num_pieces = pieces

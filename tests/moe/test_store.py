@@ -1,4 +1,4 @@
-"""Where experts wait: memory up to a limit, files beyond it, and refusals with figures."""
+"""Where experts are stored: memory up to a limit, files beyond it, and refusals with figures."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_block_is_given_to_another_expert_behind_the_copies_that_read_it(tmp_p
     store.close()
 
 
-def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_chunks, monkeypatch) -> None:
+def test_a_block_that_an_interrupt_left_empty_is_used_next(tmp_path, small_chunks, monkeypatch) -> None:
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 4)
     fill_places(store, checkpoint)

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.errors import ConfigError
 
@@ -97,13 +97,13 @@ class ExpertStats:
         return {name: getattr(self, name) for name in (*rates, *counts)}
 
     def __sub__(self, earlier: ExpertStats) -> ExpertStats:
-        def minus(name: str) -> int | float | tuple[int, ...]:
+        def minus(name: str) -> Any:
             now, then = getattr(self, name), getattr(earlier, name)
             if not isinstance(now, tuple):
                 return now - then
             return tuple(a - b for a, b in zip(now, then or (0,) * len(now)))
 
-        return ExpertStats(**{f.name: minus(f.name) for f in fields(self)})  # type: ignore[arg-type]
+        return ExpertStats(**{f.name: minus(f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class ExpertCache:
         return fetches
 
     def forget(self) -> None:
-        """Counts of a warm-up say nothing about the text to come. What the buffers hold stays."""
+        """After a warm-up, whose choices do not predict those of a text. What the buffers hold stays."""
         self._heat = [[0.0] * len(heat) for heat in self._heat]
         self.layer_hits, self.layer_misses = [0] * len(self._heat), [0] * len(self._heat)
         self.pieces_useful, self.pieces_wasted = [0] * len(self._heat), [0] * len(self._heat)

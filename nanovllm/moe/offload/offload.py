@@ -5,7 +5,7 @@ One call of a layer:
 
     1. the chosen ids, and guesses of the next layers' (their routers applied to this layer's input), go to the host in
        one download: the only time the host waits;
-    2. the cache says what is here (hits) and where the rest goes (waves);
+    2. the cache decides where what is missing goes (waves); the rest is here (hits);
     3. copies of the first waves are queued, then part of what the next layers may want: as much as the copy engine
        can move before the next layer's own copies;
     4. hits are computed while misses travel, then each wave as it arrives; the parts are added.

@@ -6,12 +6,12 @@ that holds its weights, or -1 for none now. `align` gives, all on the device:
     order [P]          the pairs, stably sorted by buffer, those without one left out (the tail is not written)
     ends [S]           buffer s owns positions ends[s - 1] .. ends[s] of `order`: the `offs` of torch's grouped product
     blocks [B, 3]      tiles of at most BLOCK_M positions with one buffer: (buffer, first position, end of the buffer)
-    num_blocks [1]     how many of those there are; B is what there could be, so grids need not know
+    num_blocks [1]     how many of those there are; B is the most there could be, a size that the host has
 
 It is a counting sort. A position is (pairs of lower buffers) + (pairs of this buffer before it):
 1. every program counts the buffers of its own stretch of pairs, CHUNK at a time, as a one-hot matrix [CHUNK, S];
 2. every program adds up the counts of all (S numbers a program, so this is cheap to repeat) and scans them over S:
-   where each buffer begins; the counts of the programs before it say where it begins in each buffer itself;
+   where each buffer begins; with the counts of the programs before it, where it begins itself in each buffer;
 3. it walks its stretch again. The cumulative sum of the one-hot matrix numbers the pairs of a chunk within a buffer.
 No atomics, so the order is the same every time. Up to ONE_PROGRAM pairs (a decode step) one program does all of it in
 one launch; beyond, two launches of at most MAX_PROGRAMS programs: 131,072 pairs and 128 buffers are 512 pairs a

@@ -2,8 +2,8 @@
 
 At one token no two pairs share an expert, and all that counts is reading weights at the speed of memory. As in
 `gemv.py`, a program is one warp that reads BLOCK_N rows of a weight, BLOCK_K columns at a time, straight into
-registers. Little's law says how much must be on its way: 4.46 TB/s over some 1 us of latency is 4.5 MB, 34 KB on each
-of 132 multiprocessors. 32 warps live on one, and each asks for 1 KB of gate and 1 KB of up (BLOCK_K = 512), unrolled
+registers. By Little's law so much must be on its way: 4.46 TB/s over some 1 us of latency is 4.5 MB, 34 KB on each
+of 132 multiprocessors. 32 warps live on one, and each loads 1 KB of gate and 1 KB of up (BLOCK_K = 512), unrolled
 twice: 128 KB. The down product, 4096 outputs of 14336 columns for two experts, is 8192 such warps, two rounds on the
 card: enough without cutting K, so the order of every sum is fixed.
 
@@ -32,7 +32,7 @@ def _row_product(x_ptr, weight_ptrs, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, 
 
 @triton.jit
 def _load(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """evict_first: a weight is read once a step, and the cache has better uses."""
+    """evict_first: a weight is read once a step and need not stay in the cache."""
     if SIZE % BLOCK_K == 0:
         w = tl.load(ptrs + k[None, :], eviction_policy="evict_first")
     else:

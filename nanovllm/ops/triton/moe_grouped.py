@@ -1,7 +1,7 @@
 """Many rows on Hopper: the experts' products by PyTorch's grouped matrix product, its rows gathered and scattered here.
 
 `grouped_mm(a [P, K], b [S, K, N], offs [S])` multiplies rows offs[s - 1] .. offs[s] of a by b[s]; the bounds are read
-on the device, so there is no host sync and a graph may hold it. It knows neither gathering nor SiLU: rows of x are
+on the device, so there is no host sync and it can be captured. It neither gathers nor applies SiLU: rows of x are
 copied into sorted order first and the product [P, 2I] goes through memory. At 8,192 tokens of Mixtral that is 0.07 ms
 for the rows, 0.37 for SiLU and 0.07 for the results, beside 8.5 ms of products at 679 TFLOP/s; for few rows it is too
 much. It also costs memory: [P, 2I] and [P, I], 1.4 GB there.

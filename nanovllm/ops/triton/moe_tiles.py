@@ -1,7 +1,7 @@
 """How the expert kernels are cut, by the number of tokens: a table of measured tiles (moe_tiles.json), else a rule.
 
-A TileChoice may depend on T, top_k, the sizes of an expert, the dtype and the card: on nothing else. Not on the number of
-buffers: a model whose experts are all on the card (S = experts) and one that computes them in turns from a pool
+A TileChoice may depend on T, top_k, the sizes of an expert, the dtype and the card: on nothing else. Not on the number
+of buffers: a model whose experts are all on the card (S = experts) and one that computes them in turns from a pool
 (S = buffers of the pool) must run the same tiles to give the same bits.
 
 The table is a list of entries, each the TileChoice for up to `max_tokens` tokens on one card and one size of expert:
@@ -118,8 +118,8 @@ def default_tiles(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> Ti
 
 
 def _gemv_tiles(shape: MoeShape) -> TileChoice:
-    """A large top_k goes with many experts: few tokens then hardly ever meet at one. Small experts take two outputs a warp
-    (Qwen3-30B-A3B, one token: 15.5 + 9.1 us against 17.0 + 12.8)."""
+    """A large top_k goes with many experts: few tokens then hardly ever meet at one. Small experts take two outputs a
+    warp (Qwen3-30B-A3B, one token: 15.5 + 9.1 us against 17.0 + 12.8)."""
     outputs, columns = shape.down or (shape.hidden, shape.size)
     blocks = choose_block(1, shape.hidden, shape.size, True), choose_block(1, columns, outputs, False)
     if shape.size <= 1024:
@@ -166,7 +166,7 @@ def sizes_to_warm(max_tokens: int, shape: MoeShape, device: torch.device) -> lis
 
 @functools.cache
 def _entries(shape: MoeShape, device: torch.device) -> tuple[tuple[int, TileChoice], ...]:
-    """(max_tokens, choice) of this shape on this card, in the order of tokens. None were measured of low-rank experts."""
+    """(max_tokens, choice) of this shape on this card, in the order of tokens; none were measured for low-rank ones."""
     if device.type != "cuda" or shape.down is not None:
         return ()
     key = (torch.cuda.get_device_name(device), shape.hidden, shape.size, shape.top_k, shape.dtype.itemsize)
