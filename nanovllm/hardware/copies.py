@@ -198,10 +198,8 @@ def reading(buffers: Sequence[ExpertBuffer], stalls: StallClock | None = None) -
     marks = [buffer._copied for buffer in buffers if buffer._copied is not None]
     last = max(marks, key=lambda mark: mark.number, default=None)
     if last is not None and stream.awaits(last):
-        if stalls is not None:
-            stalls.hold(last)
-        else:
-            stream.hold_compute(last)
+        hold = stream.hold_compute if stalls is None else stalls.hold
+        hold(last)
     try:
         yield
     finally:

@@ -113,10 +113,10 @@ def test_dtypes_and_whole_tiles(choice, dtype, hidden, size):
 @pytest.mark.parametrize("shape", [DENSE, *LOW_RANK], ids=str)
 def test_several_passes_give_the_bits_of_one_which_are_near_the_twins(choice, shape):
     """Other passes, and a pool in which the experts lie elsewhere."""
-    columns, size, _, rank, dtype = shape
+    columns, size, _, rows, dtype = shape
     num_tokens = 3 if choice is GEMV else 19
     gate_up, down = pool_of(6, shape)
-    between = None if rank is None else (torch.randn(rank, size) * size**-0.5).to(dtype)
+    between = None if rows is None else (torch.randn(rows, size) * size**-0.5).to(dtype)
     x = torch.randn(num_tokens, columns if shape is DENSE else 2 * columns).to(dtype)
     ids, weights = moe.route(torch.randn(num_tokens, 6), 2, True)
     whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, choice=choice, between=between)

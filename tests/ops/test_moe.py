@@ -90,8 +90,8 @@ def pool_of(num_buffers, shape, dtype):
 
 def rest_of(num_tokens, shape, dtype):
     """x and `between`."""
-    columns, size, _, rank, is_split = shape
-    between = None if rank is None else (torch.randn(rank, size) * size**-0.5).to(dtype)
+    columns, size, _, rows, is_split = shape
+    between = None if rows is None else (torch.randn(rows, size) * size**-0.5).to(dtype)
     return torch.randn(num_tokens, columns * (1 + is_split)).to(dtype), between
 
 
