@@ -25,7 +25,7 @@ from nanovllm.hardware.graphs import Capture
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
 from nanovllm.moe.layer import MoeLayer
-from nanovllm.moe.offload.experts import OffloadedExperts
+from nanovllm.moe.offload.offload import OffloadedExperts
 from nanovllm.moe.offload.report import ExpertCall
 
 RELAY_SIZES = (1, 2, 4)  # with more sequences nearly every layer misses something, and copies take all the time

@@ -38,12 +38,11 @@ from nanovllm.hardware.staging import transfers_of
 from nanovllm.layers.build import Build
 from nanovllm.model_config import MoeConfig
 from nanovllm.moe.offload.cache import DISK_BANDWIDTH, LINK_BANDWIDTH, ExpertCache, ExpertStats
-from nanovllm.moe.offload.experts import OffloadedExperts
 from nanovllm.moe.offload.idle import IdleTime
 from nanovllm.moe.offload.report import ExpertCall, HostRouting, RoutingReport
 from nanovllm.moe.offload.store import ExpertShape, ExpertStore
 from nanovllm.moe.offload.table import BufferTable, is_small
-from nanovllm.moe.projections import cut_expert
+from nanovllm.moe.projections import SharedProjections, cut_expert
 from nanovllm.ops import moe as plain
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertForm
@@ -351,3 +350,18 @@ class Offload:
             self.stream.synchronize()
             self.store.close()
             del self._views, self._buffers
+
+
+class OffloadedExperts(SharedProjections):
+    """A layer's part of `Offload`: meets `Experts` (moe/layer.py), dense or low-rank. The projections that low-rank
+    experts share are parameters."""
+
+    graph_safe = False  # the host reads what was chosen
+
+    def __init__(self, offload: Offload, layer: int, form: ExpertForm, build: Build) -> None:
+        """`layer`: among the sparse ones. `form`: of whole experts."""
+        super().__init__(form, build)
+        self.offload, self.layer = offload, layer
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.offload.compute(self.layer, x, ids, weights, self.enter(x)))
