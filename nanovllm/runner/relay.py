@@ -116,8 +116,8 @@ class Relay:
             x, residual = self._enter(number, dense)
             rope = self._model.rope(self._step)
             x, result.residual = sparse.attend(x, residual, rope, self._step, self._caches[end])
-            z = self._experts[number].enter(x)
-            result.call = ExpertCall(number, z, *sparse.mlp.route(x), self._pairs[number])
+            ids, weights = sparse.mlp.route(x)
+            result.call = ExpertCall(number, self._experts[number].enter(x), ids, weights, self._pairs[number])
             packed = offload.report.pack(result.call, x)
             if result.report is None:  # at the trial run, before anything is captured
                 result.report = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=self._pin)
