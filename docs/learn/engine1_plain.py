@@ -7,8 +7,8 @@ A language model is a function from a list of tokens to one score (logit) for ev
 would continue the list. To generate text, take the best token, append it, and call the function again. That is all this
 file does. Nothing is kept from one call to the next, so every new token recomputes every token before it.
 
-The model is SmolLM2-135M-Instruct: a Llama with 30 layers, vectors of 576 numbers (`hidden`), 9 query heads and 3 key and
-value heads of 64 numbers each. Shapes in comments: n tokens in, `hidden` numbers for each.
+The model is SmolLM2-135M-Instruct: a Llama with 30 layers, a vector of 576 numbers for each token, 9 query heads and 3
+key and value heads of 64 numbers each. Shapes are in comments: [n, 576] is n tokens with 576 numbers each.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from nanovllm.weights.resolve import resolve_model
 # ---- what is asked, the same in all three engines --------------------------------------------------------------------
 
 TEXT = (
-    "The library opens at nine in the morning and closes at six in the evening. On Sundays it is closed. Books may be kept "
-    "for four weeks, and a fine of one coin is paid for each week after that."
+    "The library opens at nine in the morning and closes at six in the evening. On Sundays it is closed. Books may be "
+    "kept for four weeks, and a fine of one coin is paid for each week after that."
 )
 
 
@@ -89,7 +89,7 @@ NAMES = [
 
 @dataclass
 class Model:
-    embedding: torch.Tensor  # [vocabulary, hidden]; also the head: this model ties the two
+    embedding: torch.Tensor  # [49152, 576]; also the head: this model ties the two
     layers: list[Layer]
     norm: torch.Tensor
     head_dim: int
@@ -106,7 +106,7 @@ class Model:
 
 
 def load(name: str | None = None) -> Model:
-    """The default model from its GGUF file (8-bit weights, here expanded to 32 bits). Any Llama with a tied head works."""
+    """The default model from its GGUF file, its weights expanded to 32 bits. Any Llama with a tied head works."""
     checkpoint = open_checkpoint(resolve_model(name))
     config = checkpoint.config
 
@@ -136,8 +136,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """RoPE: numbers i and i + d/2 of a head are a point in a plane, turned by the angle position * theta^(-2i/d).
 
-    The dot product of a query turned by m and a key turned by n depends on m - n alone. So a key can be turned once, when
-    it is made, and stays right however long the text becomes: engine 2 will keep it."""
+    The dot product of a query turned by m and a key turned by n depends on m - n alone. So a key can be turned once,
+    when it is made, and stays right however long the text becomes: engine 2 will keep it."""
     half = x.shape[-1] // 2
     speeds = theta ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = (positions[:, None] * speeds)[:, None, :]  # [n, 1, d/2]: the same for all heads

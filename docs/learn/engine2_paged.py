@@ -34,7 +34,7 @@ BLOCK_SIZE = 16
 @dataclass(eq=False)
 class Sequence:
     """One request. `token_ids` is the prompt and, as it grows, the answer. Keys and values of the first `num_computed`
-    tokens are in the cache. There is no state such as "prefilling": 1 remaining token is a decode, more is a prefill."""
+    tokens are in the cache. There is no state "prefilling": 1 remaining token is a decode, more is a prefill."""
 
     number: int
     token_ids: list[int]
@@ -65,7 +65,7 @@ class Scheduler:
 
     def __init__(self, num_blocks: int, budget: int, max_num_seqs: int) -> None:
         if not 1 <= max_num_seqs <= budget:
-            raise ValueError(f"max_num_seqs={max_num_seqs}, budget={budget}: each running sequence needs a token a step")
+            raise ValueError(f"max_num_seqs={max_num_seqs}: must be at least 1 and at most budget={budget}")
         self.num_blocks, self.budget, self.max_num_seqs = num_blocks, budget, max_num_seqs
         self.free = deque(range(num_blocks))  # the pool: any free block serves any sequence
         self.waiting: deque[Sequence] = deque()
@@ -75,7 +75,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         needed = blocks_for(seq.num_prompt + seq.max_tokens - 1)  # the last new token is never fed
         if needed > self.num_blocks:
-            raise ValueError(f"request {seq.number} may grow to {needed} blocks, the pool has {self.num_blocks}: raise it")
+            raise ValueError(f"request {seq.number} may need {needed} blocks: the pool has {self.num_blocks}")
         self.waiting.append(seq)
 
     def schedule(self) -> Plan:
@@ -99,8 +99,8 @@ class Scheduler:
         return plan
 
     def make_room(self, seq: Sequence, num_new: int) -> bool:
-        """Extend the block table for num_new more tokens. If the pool is empty, the latest arrival is preempted: it gives
-        up its blocks and waits; later its prompt and the answer so far are computed again. False if that is seq itself."""
+        """Extend the block table for num_new more tokens. If the pool is empty, the latest arrival is preempted: it
+        gives up its blocks and waits; later its prompt and the answer so far are computed again. False if seq was."""
         while len(seq.block_table) < blocks_for(seq.num_computed + num_new):
             if self.free:
                 seq.block_table.append(self.free.popleft())
@@ -195,11 +195,12 @@ def run(
         plan = scheduler.schedule()
         if not plan:  # the next request has not arrived yet
             continue
-        show(f"step {step:2}, {sum(n for _, n in plan):2} tokens, {len(scheduler.free):3} blocks free: {describe(plan)}")
+        num_tokens = sum(num_new for _, num_new in plan)
+        show(f"step {step:2}, {num_tokens:2} tokens, {len(scheduler.free):3} blocks free: {describe(plan)}")
         logits = forward(model, plan, cache)
         scheduler.commit(plan, logits.argmax(dim=-1).tolist(), model.end_token)
         num_passes += 1
-        num_rows += sum(num_new for _, num_new in plan)
+        num_rows += num_tokens
     return Run([seq.new_tokens for seq in seqs], num_passes, num_rows, time.perf_counter() - started)
 
 

@@ -8,11 +8,11 @@ The loop is the one of engine 2: schedule, compute, commit. It is in `engine/llm
 
     prefix cache    blocks are found by content, so a beginning that was computed before is not computed again. In the
                     printout: request 0 asks first, request 6 asks the same and feeds 5 tokens instead of 37.
-    plans           the scheduler writes down a step as integers; the runner turns them into tensors and keeps no reference
-                    to a sequence. So a plan can be printed (below), sent to another process, or tested without a model.
-    fewer calls     q, k and v are one matrix, gate and up too; norms, rotation with the store into the cache, and decode
-                    attention are one C function each (on a GPU: one Triton kernel each), where engine 2 makes dozens of
-                    calls of PyTorch. Attention reads the cache in place instead of gathering it.
+    plans           the scheduler writes down a step as integers; the runner turns them into tensors and never sees a
+                    sequence. So a plan can be printed (below), sent to another process, or tested without a model.
+    fewer calls     q, k and v are one matrix, gate and up too; norms, rotation with the store into the cache, and
+                    decode attention are one C function each (on a GPU: one Triton kernel each), where engine 2 makes
+                    dozens of calls of PyTorch. Attention reads the cache in place instead of gathering it.
     products        PyTorch's x @ W.T is slow for 4 to 48 rows on a CPU; `ops/linear.py:linear` computes W @ x.T there.
 
 Read the places below in their order; then docs/tour.md follows one request through all of them.
@@ -45,7 +45,9 @@ class Place(NamedTuple):
 PLACES = [
     Place("engine2_paged.py:run", "engine/llm_engine.py:LLMEngine.step", "several steps may be in flight on a GPU"),
     Place("engine2_paged.py:Sequence", "scheduling/sequence.py:Sequence", "a third counter, for tokens not known yet"),
-    Place("engine2_paged.py:Scheduler.schedule", "scheduling/scheduler.py:Scheduler.schedule", "policies, prefix cache"),
+    Place(
+        "engine2_paged.py:Scheduler.schedule", "scheduling/scheduler.py:Scheduler.schedule", "policies, prefix cache"
+    ),
     Place("engine2_paged.py:Scheduler.make_room", "scheduling/scheduler.py:Scheduler._make_room", "the same rule"),
     Place("engine2_paged.py:Scheduler.commit", "scheduling/scheduler.py:Scheduler.commit", "stop strings, logprobs"),
     Place("engine2_paged.py:blocks_for", "scheduling/block_manager.py:BlockManager.reserve", "prefers neighbours"),
@@ -65,7 +67,7 @@ PLACES = [
 ]
 
 
-def make_engine(num_blocks: int = 64, budget: int = 64, max_num_seqs: int = 8, prefix_caching: bool = True) -> LLMEngine:
+def make_engine(num_blocks: int = 64, budget: int = 64, max_num_seqs: int = 8, prefixes: bool = True) -> LLMEngine:
     """The sizes of engine 2, and 32 bits on a CPU: then the tokens are equal."""
     return LLMEngine(
         EngineConfig(
@@ -76,7 +78,7 @@ def make_engine(num_blocks: int = 64, budget: int = 64, max_num_seqs: int = 8, p
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_model_len=512,
-            enable_prefix_caching=prefix_caching,
+            enable_prefix_caching=prefixes,
         )
     )
 
