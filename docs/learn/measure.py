@@ -12,6 +12,7 @@ import argparse
 import os
 import statistics
 import sys
+import time
 from typing import Any
 
 import engine1_plain
@@ -43,26 +44,37 @@ def measure(requests: list[Request], rounds: int) -> dict[str, Any]:
     for engine in engines.values():
         engine([Request("Hello", 2)])  # the first call of everything pays for memory and for reading the weights
     runs: dict[str, list[Run]] = {name: [] for name in engines}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in engines}
     loads = []
     for number in range(rounds):
         loads.append(round(os.getloadavg()[0], 2))  # what others do on this machine, and the round before
         for name, engine in engines.items():
+            used = time.process_time()
             runs[name].append(done := engine(requests))
+            cpu_seconds[name].append(time.process_time() - used)
             if done.outputs != runs[PLAIN][0].outputs:
                 sys.exit(f"{name}: other tokens than the plain loop")
-            print(f"round {number + 1}: {name}: {done.seconds:.1f} s", flush=True)
+            print(f"round {number + 1}: {name}: {done.seconds:.1f} s, CPU {cpu_seconds[name][-1]:.1f} s", flush=True)
     results = {}
-    for name, found in runs.items():
-        ratios = [plain.seconds / done.seconds for plain, done in zip(runs[PLAIN], found)]
+    for name, [first, *_] in runs.items():
         results[name] = {
-            "passes": found[0].num_passes,
-            "tokens_computed": found[0].num_rows,
-            "new_tokens": found[0].num_new,
-            "tokens_per_second": statistics.median(done.num_new / done.seconds for done in found),
-            "ratio": statistics.median(ratios),
-            "ratio_spread": [min(ratios), max(ratios)],
+            "passes": first.num_passes,
+            "tokens_computed": first.num_rows,
+            "new_tokens": first.num_new,
+            **compare([run.seconds for run in runs[PLAIN]], [run.seconds for run in runs[name]], first.num_new),
+            "cpu_time": compare(cpu_seconds[PLAIN], cpu_seconds[name], first.num_new),
         }
     return {"load_average_before_each_round": loads, "results": results}
+
+
+def compare(plain: list[float], seconds: list[float], num_new: int) -> dict[str, Any]:
+    ratios = [one / other for one, other in zip(plain, seconds)]
+    return {
+        "seconds": [round(value, 2) for value in seconds],
+        "tokens_per_second": num_new / statistics.median(seconds),
+        "ratio": statistics.median(ratios),
+        "ratio_spread": [min(ratios), max(ratios)],
+    }
 
 
 def main() -> None:
