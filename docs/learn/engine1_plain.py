@@ -178,7 +178,7 @@ def forward(model: Model, token_ids: list[int]) -> torch.Tensor:
         q, k, v = project(model, layer, rms_norm(x, layer.attention_norm, model.eps), positions)
         x = x + attend(q, k, v) @ layer.out.T  # what each token collects from those before it
         x = x + mlp(layer, rms_norm(x, layer.mlp_norm, model.eps))  # what it makes of it, alone
-    return rms_norm(x[-1:], model.norm, model.eps)[0] @ model.embedding.T
+    return (rms_norm(x[-1:], model.norm, model.eps) @ model.embedding.T)[0]
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     python docs/learn/engine3_nanovllm.py
     python docs/learn/engine3_nanovllm.py --no-prefix-caching        (engine 2's steps, in nano-vLLM)
-    python docs/learn/engine3_nanovllm.py --num-blocks 10            (too few blocks for all: requests are preempted)
+    python docs/learn/engine3_nanovllm.py --num-blocks 9             (too few blocks for all: requests are preempted)
 
 The loop is the one of engine 2: schedule, compute, commit. It is in `engine/llm_engine.py:LLMEngine.step`. What is new:
 
@@ -86,9 +86,10 @@ def make_engine(num_blocks: int = 64, budget: int = 64, max_num_seqs: int = 8, p
 class Recorder:
     """Stands in for the engine's executor: counts and describes every plan before it is computed."""
 
-    def __init__(self, executor: Executor, show: Callable[[str], None]) -> None:
-        self.executor, self.show = executor, show
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
         self.num_passes = self.num_rows = 0
+        self.lines: list[str] = []  # printed by `run`: an error in here would count as a failed step
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.executor, name)
@@ -102,7 +103,7 @@ class Recorder:
             fed = f"{end}" if entry.num_new == 1 else f"{entry.start}..{end}"
             blocks = f" +blocks {','.join(map(str, entry.block_ids))}" if entry.block_ids else ""
             parts.append(f"{entry.seq_id}[{fed}{blocks}]")
-        self.show(f"step {plan.step_id:2}, {plan.num_tokens:2} tokens: {' '.join(parts)}")
+        self.lines.append(f"step {plan.step_id:2}, {plan.num_tokens:2} tokens: {' '.join(parts)}")
         return self.executor.launch(plan)
 
 
@@ -112,7 +113,7 @@ def run(engine: LLMEngine, requests: list[Request], show: Callable[[str], None] 
     engine.reset_prefix_cache()  # of an earlier run
     started = time.perf_counter()
     executor = engine.executor
-    engine.executor = recorder = Recorder(executor, show)
+    engine.executor = recorder = Recorder(executor)
     outputs: list[list[int]] = [[] for _ in requests]
     coming = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrives))
     step = 0
@@ -124,6 +125,8 @@ def run(engine: LLMEngine, requests: list[Request], show: Callable[[str], None] 
         step += 1
         for delta in engine.step():  # what is new of each request that moved
             outputs[int(delta.request_id)] += delta.outputs[0].token_ids
+        while recorder.lines:
+            show(recorder.lines.pop(0))
     engine.executor = executor
     return Run(outputs, recorder.num_passes, recorder.num_rows, time.perf_counter() - started)
 

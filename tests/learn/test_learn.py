@@ -55,6 +55,7 @@ def test_the_three_engines_print_the_same_tokens() -> None:
         assert done.returncode == 0, done.stderr
         printed.append(re.findall(r"^request \d+: .*$", done.stdout, re.M))
         assert re.search(r"14 new tokens in .* s: .* tokens/s, \d+ passes, \d+ tokens computed", done.stdout)
+    assert blocks(read(README[0]), "text")[1].splitlines()[0] in done.stdout  # a step of engine 3 that is explained
     assert printed[0][0] == "request 0: [504, 3575] 'The capital'"
     assert len(printed[0]) == 7
     assert printed[0] == printed[1] == printed[2]
@@ -69,6 +70,18 @@ def test_engine_2_preempts_in_chunks_and_gives_the_same_answers(learn: SimpleNam
     assert scheduler.num_preemptions > 0
     assert len(scheduler.free) == 7
     assert [model.tokenizer.decode(token_ids) for token_ids in done.outputs] == list(ANSWERS.values())
+
+
+def test_the_step_that_is_explained_is_the_one_printed(learn: SimpleNamespace) -> None:
+    """The lengths of the prompts and of the answers decide the steps, so random weights will do."""
+    lengths = zip((37, 85, 37, 45, 45, 38, 37), (8, 23, 32, 12, 32, 12, 8), learn.engine1_plain.REQUESTS)
+    requests = [learn.engine1_plain.Request(str(p), n, request.arrives) for p, n, request in lengths]
+    lines: list[str] = []
+    scheduler = learn.engine2_paged.Scheduler(num_blocks=64, budget=64, max_num_seqs=8)
+    done = learn.engine2_paged.run(learn.check.random_model(learn.check.SMALL), requests, scheduler, lines.append)
+    results = json.loads(read(RESULTS))["results"]["2 paged, batched"]
+    assert (done.num_passes, done.num_rows) == (results["passes"], results["tokens_computed"])
+    assert blocks(read(README[0]), "text")[0].strip() in lines
 
 
 def test_engine_2_refuses_what_never_fits(learn: SimpleNamespace) -> None:
