@@ -33,8 +33,7 @@ OPTIONS = ("docs/options.md", "docs/options.zh-CN.md")
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
 NAMING = ["docs/tour.md", "docs/glossary.md", "docs/attention.md", "docs/moe.md", "docs/low-rank-experts.md",
           "docs/small-gpus.md"]  # fmt: skip
-LEARN = ROOT / "docs/learn"
-NAMING += [str(path.relative_to(ROOT)) for path in (*DECISIONS, *LEARN.glob("README*.md"))]
+NAMING += [str(path.relative_to(ROOT)) for path in DECISIONS]
 HIDDEN = ("venv", "build", "dist", "node_modules")
 
 
@@ -101,7 +100,7 @@ def find(node: ast.AST, dotted: str) -> bool:
 
 
 def find_file(name: str) -> Path | None:
-    places = [PACKAGE / name, ROOT / name, LEARN / name]
+    places = [PACKAGE / name, ROOT / name, ROOT / "docs/learn" / name]
     if "/" not in name:
         places += PACKAGE.rglob(name)
     return next((place for place in places if place.is_file()), None)
@@ -133,7 +132,7 @@ def problem_with(span: str) -> str | None:
     if span.startswith("nanovllm "):
         parse_command(span)
         return None
-    if (ROOT / span).exists() or span in NOT_PYTHON or span.split()[0] in options_of_the_course():
+    if (ROOT / span).exists() or span in NOT_PYTHON:
         return None
     try:
         names = {getattr(node, field) for node in ast.walk(ast.parse(span))
@@ -142,12 +141,6 @@ def problem_with(span: str) -> str | None:
         return "neither a name, nor a path, nor a command"
     unknown = sorted(names - identifiers())
     return f"unknown names {unknown}" if unknown else None
-
-
-@functools.cache
-def options_of_the_course() -> frozenset[str]:
-    found = [re.findall(r'"(--[\w-]+)"', path.read_text(encoding="utf-8")) for path in LEARN.glob("*.py")]
-    return frozenset(option for options in found for option in options)
 
 
 NOT_PYTHON = {"<|im_end|>", "after=", "gguf"}
@@ -169,7 +162,7 @@ def test_the_tour_names_places_in_the_code() -> None:
 @pytest.mark.parametrize(
     "span",
     ["scheduling/nothing.py", "llm.py:LLM.nothing", "scheduling/plan.py:Nothing", "Scheduler.nothing", "no_such_name",
-     "Nothing.step", "LLM(no_such_option=1)", "some words", "engine2_paged.py:nothing", "--no-such-option 1"],
+     "Nothing.step", "LLM(no_such_option=1)", "some words"],
 )  # fmt: skip
 def test_a_wrong_name_is_found(span: str) -> None:
     assert problem_with(span)
@@ -379,7 +372,7 @@ def check_command(line: str) -> None:
             assert (ROOT / word).exists(), line
 
 
-@pytest.mark.parametrize("page", [*READMES, "CONTRIBUTING.md", "docs/low-rank-experts.md", "docs/learn/README.md"])
+@pytest.mark.parametrize("page", [*READMES, "CONTRIBUTING.md", "docs/low-rank-experts.md"])
 def test_commands_exist(page: str) -> None:
     lines = commands(read(page))
     assert lines

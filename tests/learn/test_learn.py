@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.test_docs import LEARN, ROOT, blocks, commands, problem_with, read, table_rows
+from tests.test_docs import ROOT, blocks, check_command, commands, problem_with, read, spans, table_rows
 
+LEARN = ROOT / "docs/learn"
 ENGINES = ("engine1_plain.py", "engine2_paged.py", "engine3_nanovllm.py")
 MODULES = ("engine1_plain", "engine2_paged", "engine3_nanovllm", "exercises", "solutions", "check", "measure")
 RESULTS = "benchmarks/results/2026-11-16-cpu-learn.json"
@@ -105,6 +106,22 @@ def test_every_place_in_the_code_exists(learn: SimpleNamespace) -> None:
         named += re.findall(r"[\w/]+\.py:[\w.]*\w", read(f"docs/learn/{name}"))
     assert len(places) >= 15
     assert not {name: problem for name in named if (problem := problem_with(name))}
+
+
+@pytest.mark.parametrize("page", README)
+def test_every_name_option_and_command_of_the_text_exists(page: str) -> None:
+    sources = [path.read_text(encoding="utf-8") for path in LEARN.glob("*.py")]
+    options = {option for source in sources for option in re.findall(r'"(--[\w-]+)"', source)}
+    named = [span for span in spans(read(page)) if span.split()[0] not in options]
+    assert len(named) >= 20
+    assert not {name: problem for name in named if (problem := problem_with(name))}
+    for line in commands(read(page)):
+        check_command(line)
+
+
+@pytest.mark.parametrize("name", ["engine2_paged.py:nothing", "exercises.py:nothing", "--no-such-option 1"])
+def test_a_wrong_name_is_found(name: str) -> None:
+    assert problem_with(name)
 
 
 # ---- the exercises ---------------------------------------------------------------------------------------------------
