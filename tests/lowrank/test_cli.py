@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from nanovllm.bench import report as page
-from nanovllm.lowrank.compress.calibrate import Source, collect
+from nanovllm.lowrank.compress.calibrate import collect
 from nanovllm.lowrank.compress.distill import compress
-from nanovllm.lowrank.compress.options import Options
-from nanovllm.lowrank.compress.report import COLUMNS, RankSweep, sweep
+from nanovllm.lowrank.compress.options import Options, Swept
+from nanovllm.lowrank.compress.report import COLUMNS, sweep
+from nanovllm.lowrank.compress.text import Source
 from tests.cli.runner import Run
 from tests.lowrank.rig import TRAINED, content, small_text
 
@@ -26,7 +27,7 @@ DOCUMENTED = {
     "decompose_experts": "--model-path --rank --dtype --device --output-dir",
     "collect_moe_calib": "--model-path --out --cap-per-group --num-prompts --max-new-tokens --temperature --text",
     "distill_experts_activation_aware": "--model-path --calib-path --rank --dtype --ridge --device --chunk --chunk-w2 "
-    "--pca-oversample --output-dir --mode --w2-mode --target-ratio --refine-steps",
+    "--pca-oversample --output-dir --w2-mode --target-ratio --refine-steps",
 }
 
 
@@ -238,9 +239,9 @@ def test_long_runs_show_progress_on_a_terminal_only(
         collect(TRAINED, folder / "calib", Source(text, window=64), 8, "cpu")
         options = Options(rank=4, w2_mode="output", refine_steps=1)
         compress(TRAINED, calib_path, folder / "svd", options, "cpu")
-        plan = RankSweep(text, [4], Options(w2_mode="output"), "cpu", 0)
         (folder / "scratch").mkdir()
-        rows = sweep(TRAINED, calib_path, plan, folder / "scratch").rows()
+        options = Options(w2_mode="output")
+        rows = sweep(TRAINED, calib_path, text, Swept("4", 0), options, "cpu", folder / "scratch").rows()
         assert [len(row) for row in rows] == [len(COLUMNS)] * 3
         return stderr.getvalue()
 

@@ -14,9 +14,10 @@ import pytest
 
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.lowrank.compress import calibrate, distill, writer
-from nanovllm.lowrank.compress.calibrate import Source, collect
+from nanovllm.lowrank.compress.calibrate import collect
 from nanovllm.lowrank.compress.distill import compress
 from nanovllm.lowrank.compress.options import Options
+from nanovllm.lowrank.compress.text import Source
 from tests.cli.runner import make_runner
 from tests.lowrank.rig import TRAINED, content, small_text
 

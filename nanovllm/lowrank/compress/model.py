@@ -1,11 +1,11 @@
 """The model over windows of text: a Transformer without engine and cache, one layer at a time, with gradients if
 wanted.
 
-Compression asks other things of a model than serving does: every window is whole, nothing is cached or warmed up, the
-experts of a layer are looked at one by one, and refinement needs gradients, which the engine's in-place operators do
-not have. So this file builds the engine's own Transformer (same families, same weights, same loader with its proof)
-from operators that autograd understands, and leaves the experts on disk: one layer's experts are read when they are
-asked for. The largest thing in memory is then the model without experts, and one layer of them.
+Compression needs another run of a model than serving: every window is whole, nothing is cached or warmed up, the
+experts of a layer are used one by one, and refinement needs gradients, which the engine's in-place operators do not
+have. So this file builds the engine's own Transformer (same families, same weights, same loader with its proof) from
+operators that autograd can differentiate, and leaves the experts on disk until a layer of them is read. In memory are
+the model without experts, and one layer of them.
 
     h = model.embed(ids)                        # [windows, length] -> [windows * length, hidden]
     for layer in range(model.num_layers):
@@ -16,7 +16,7 @@ asked for. The largest thing in memory is then the model without experts, and on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,9 +31,11 @@ from nanovllm.errors import ModelError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
+from nanovllm.lowrank.compress.text import WINDOW
+from nanovllm.lowrank.format import MATRICES
 from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.models.registry import find_family
-from nanovllm.models.transformer import Parts
+from nanovllm.models.transformer import DecoderLayer, Parts
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.ops.opset import PLAIN
 from nanovllm.ops.rotary import Angles, rotate
@@ -41,15 +43,16 @@ from nanovllm.runner.step import unstored_step
 from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.loader import OnDisk, Places, load_weights
 
+RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (x, ids, weights) -> y, all by row
 PARTS = {"gate": "w1", "up": "w3", "": "w2"}  # part of a parameter (models/*.py) -> matrix of an expert
 
 
 class Held:
-    """One call's keys or values: what stands where the engine has a paged cache."""
+    """The keys or values of one call, in place of the engine's paged cache."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        self.tensor: torch.Tensor | None = None
+        self.tensor = torch.empty(0)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,8 +93,8 @@ class WholeWindows:
         q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q, keys.tensor, values.tensor))
         mask = None
         if spec.window is not None:
-            places = torch.arange(length, device=q.device)
-            distance = places[:, None] - places
+            positions = torch.arange(length, device=q.device)
+            distance = positions[:, None] - positions
             mask = (distance >= 0) & (distance < spec.window)
         grouped = spec.num_heads != spec.num_kv_heads
         out = F.scaled_dot_product_attention(
@@ -120,8 +123,20 @@ class Expert:
         return self.active(x) @ self.w2.T
 
 
+def run_dense(experts: list[Expert]) -> RunExperts:
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for e, expert in enumerate(experts):
+            rows, choice = (ids == e).nonzero(as_tuple=True)
+            if len(rows):
+                total = total.index_add(0, rows, expert(x[rows]) * weights[rows, choice, None])
+        return total
+
+    return run
+
+
 class OnDiskExperts:
-    """Stands in a MoeLayer for experts that stay in the checkpoint; only knows the names of their tensors."""
+    """In a MoeLayer, the names of the tensors of experts that stay in the checkpoint."""
 
     graph_safe = False
 
@@ -169,14 +184,27 @@ class WindowModel:
     def is_sparse(self, layer: int) -> bool:
         return layer in self._experts
 
-    def expert(self, layer: int, expert: int) -> Expert:
-        """Read from the checkpoint now; nothing is kept."""
-        names = self._experts[layer].names
-        device = self.device.torch_device
-        return Expert(**{w: self.checkpoint.read(names[expert, w]).to(device).float() for w in ("w1", "w2", "w3")})
+    @property
+    def num_expert_values(self) -> int:
+        """Numbers in all experts."""
+        moe = self.moe
+        return 3 * self.config.hidden_size * moe.intermediate_size * moe.num_experts * len(self.layer_ids)
 
     def experts(self, layer: int) -> list[Expert]:
-        return [self.expert(layer, e) for e in range(self.moe.num_experts)]
+        """Read from the checkpoint now; nothing is kept."""
+        names, device = self._experts[layer].names, self.device.torch_device
+        return [
+            Expert(**{w: self.checkpoint.read(names[e, w]).to(device).float() for w in MATRICES})
+            for e in range(self.moe.num_experts)
+        ]
+
+    def dense_experts(self, layer: int) -> RunExperts:
+        return run_dense(self.experts(layer))
+
+    def _decoder(self, layer: int) -> DecoderLayer:
+        found = self.model.layers[layer]
+        assert isinstance(found, DecoderLayer)
+        return found
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(ids.flatten().to(self.device.torch_device))
@@ -184,26 +212,25 @@ class WindowModel:
     def attend(self, layer: int, h: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """h: the residual stream [windows * length, hidden] -> (input of the layer's MLP, the stream after
         attention)."""
-        decoder = self.model.layers[layer]
         step = unstored_step([length] * (len(h) // length), length, 1, h.device)
-        spec = self.model.specs[layer]
-        return decoder.attend(h, None, self.model.rope(step), step, (Held(spec), Held(spec)))  # type: ignore[arg-type]
+        held = tuple(Held(self.model.specs[layer]) for _ in "kv")
+        return self._decoder(layer).attend(h, None, self.model.rope(step), step, held)  # type: ignore[arg-type]
 
     def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(expert ids, weights), [rows, top_k] each."""
-        sparse = self.model.layers[layer].mlp
+        sparse = self._decoder(layer).mlp
         assert isinstance(sparse, MoeLayer)
         return sparse.route(x)
 
     def dense_mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return self.model.layers[layer].mlp(x)
+        return self._decoder(layer).mlp(x)
 
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         return self.model.logits(self.model.norm(h, None)[0])
 
 
 @contextmanager
-def open_windows(model_path: str | Path, device: Device, max_len: int) -> Iterator[WindowModel]:
+def open_windows(model_path: str | Path, device: Device, max_len: int = WINDOW) -> Iterator[WindowModel]:
     checkpoint = open_checkpoint(Path(model_path))
     try:
         config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
