@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.lowrank.compress import distill, factors, writer
 from nanovllm.lowrank.compress.calibrate import Calibration
-from nanovllm.lowrank.compress.distill import StoredFactors, compress
+from nanovllm.lowrank.compress.distill import compress, stored_factors
 from nanovllm.lowrank.compress.evaluate import Quality, layer_errors, measure
 from nanovllm.lowrank.compress.options import Options
 from nanovllm.lowrank.compress.predict import (
@@ -33,7 +35,7 @@ from nanovllm.lowrank.compress.stream import run_model
 from nanovllm.lowrank.compress.text import evaluation_windows
 from nanovllm.lowrank.folder import open_svd_folder
 from nanovllm.lowrank.format import SvdMetadata
-from tests.lowrank.rig import TRAINED, content, opened
+from tests.lowrank.rig import CPU, TRAINED, content, opened
 
 FP32 = Options(dtype="float32")
 
@@ -43,10 +45,14 @@ def make(calib_path: Path, folder: Path, **options: Any) -> SvdMetadata:
     return compress(TRAINED, None if how.method == "pca" else calib_path, folder, how, "cpu")
 
 
+def stored(folder: Path) -> Callable[[int], factors.Factors]:
+    return partial(stored_factors, folder, open_svd_folder(folder, None), CPU.torch_device)
+
+
 def quality(folder: Path, num_tokens: int = 2048) -> Quality:
     with opened() as model:
         windows = evaluation_windows(model.checkpoint.load_tokenizer(), TRAINED / "heldout.txt", num_tokens)
-        return measure(model, windows, StoredFactors(folder, open_svd_folder(folder, None)))
+        return measure(model, windows, stored(folder))
 
 
 # ---- quality ---------------------------------------------------------------------------------------------------------
@@ -60,7 +66,7 @@ def test_full_rank_is_the_teacher(calib_path: Path, tmp_path: Path, options: dic
     ids = torch.arange(5, 5 + 256).view(2, 128)
     with opened() as model:
         wanted = run_model(model, ids, model.dense_experts)
-        found = run_model(model, ids, StoredFactors(tmp_path / "svd", metadata).__getitem__)
+        found = run_model(model, ids, stored(tmp_path / "svd"))
     assert float((wanted - found).abs().max()) < 1e-4
 
 
@@ -92,7 +98,7 @@ def test_refinement_helps_on_text_it_does_not_see(calibration: Calibration, tmp_
     assert quality(tmp_path / "refined", 512).kl < 0.97 * quality(tmp_path / "plain", 512).kl
     for name, metadata in (("plain", plain), ("refined", refined)):
         with opened() as model:
-            found = layer_errors(model, calibration.windows, StoredFactors(tmp_path / name, metadata), 64)
+            found = layer_errors(model, calibration.windows, stored(tmp_path / name), 64)
         assert list(found) == list(metadata.heldout_errors) == ["0", "1", "2", "3"]
         for layer, errors in metadata.heldout_errors.items():
             assert errors["layer"] == pytest.approx(found[layer]["layer"], rel=1e-3)

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.errors import ModelError
-from nanovllm.lowrank.compress.distill import StoredFactors, compress
+from nanovllm.lowrank.compress.distill import compress, stored_factors
 from nanovllm.lowrank.compress.options import Options
 from nanovllm.lowrank.folder import open_svd_folder, teacher_hash
 from nanovllm.lowrank.format import METADATA, U_FILE, V_FOLDER, SvdMetadata, v_file
 from nanovllm.weights.checkpoint import open_checkpoint
-from tests.lowrank.rig import TRAINED
+from tests.lowrank.rig import CPU, TRAINED
 
 
 def hash_of(path: Path) -> str:
@@ -60,7 +60,7 @@ def test_the_documented_layout(made: Path) -> None:
 def test_it_opens_with_its_own_teacher_only(made: Path) -> None:
     metadata = open_svd_folder(made, hash_of(TRAINED))
     assert SvdMetadata.from_json(json.loads(json.dumps(metadata.to_json()))) == metadata
-    assert StoredFactors(made, metadata)[2].svd_ranks == {"w1": 8, "w2": 8, "w3": 8}
+    assert stored_factors(made, metadata, CPU.torch_device, 2).svd_ranks == {"w1": 8, "w2": 8, "w3": 8}
     with pytest.raises(ModelError, match="other weights"):
         open_svd_folder(made, "0" * 32)
 

@@ -15,13 +15,12 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -191,9 +190,10 @@ def refine_layers(job: DistillRun) -> Path:
     folder = job.partial / REFINED
     shutil.rmtree(folder, ignore_errors=True)
     for layer, factors in layers.items():
-        layers[layer] = factors.to(dtype=job.dtype)
-        layers[layer].write(folder, layer, u_layer_file(folder, layer))
-    job.errors |= layer_errors(job.model, job.calibration.windows, layers, job.options.chunk)
+        rounded = factors.to(dtype=job.dtype)
+        rounded.write(folder, layer, u_layer_file(folder, layer))
+        layers[layer] = rounded.to(dtype=torch.float32)
+    job.errors |= layer_errors(job.model, job.calibration.windows, layers.__getitem__, job.options.chunk)
     return folder
 
 
@@ -220,8 +220,8 @@ def read_layer(job: DistillRun, layer: int) -> Factors | None:
     """None: not finished, or not whole any more."""
     try:
         facts = json.loads(done_file(job.partial, layer).read_text(encoding="utf-8"))
-        u_tensors = load_file(str(u_layer_file(job.partial, layer)))
-        found = Factors.read(job.partial, layer, job.model.moe.num_experts, facts["w2_mode"], u_tensors)
+        u_path, num_experts = u_layer_file(job.partial, layer), job.model.moe.num_experts
+        found = Factors.read(job.partial, layer, u_path, num_experts, facts["w2_mode"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -264,23 +264,7 @@ def finish(job: DistillRun, whole: Path) -> SvdMetadata:
     return metadata
 
 
-class StoredFactors(Mapping[int, Factors]):
-    """layer -> Factors in fp32, read at each access and not kept."""
-
-    def __init__(self, folder: Path, metadata: SvdMetadata) -> None:
-        self.folder, self.metadata = folder, metadata
-
-    def __getitem__(self, layer: int) -> Factors:
-        if layer not in self.metadata.layer_ids:
-            raise KeyError(layer)
-        with safe_open(str(self.folder / U_FILE), "pt") as file:
-            names = list(file.keys())
-            u_tensors = {name: file.get_tensor(name) for name in names if name.startswith(f"layer_{layer}_")}
-        side = self.metadata.w2_modes[layer]
-        return Factors.read(self.folder, layer, self.metadata.num_experts, side, u_tensors).to(dtype=torch.float32)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.metadata.layer_ids)
-
-    def __len__(self) -> int:
-        return len(self.metadata.layer_ids)
+def stored_factors(folder: Path, metadata: SvdMetadata, device: torch.device, layer: int) -> Factors:
+    """A layer of a finished folder, in fp32 on the device."""
+    facts = (folder / U_FILE, metadata.num_experts, metadata.w2_modes[layer])
+    return Factors.read(folder, layer, *facts).to(device, torch.float32)

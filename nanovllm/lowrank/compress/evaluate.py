@@ -7,7 +7,7 @@ The student is computed in plain torch from the stored factors (in fp32), indepe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 
 from nanovllm.lowrank.compress.factors import Factors
 from nanovllm.lowrank.compress.layer import held_out_errors
-from nanovllm.lowrank.compress.model import RunExperts, WindowModel
-from nanovllm.lowrank.compress.stream import Stream, final_states
+from nanovllm.lowrank.compress.model import WindowModel
+from nanovllm.lowrank.compress.stream import ExpertsOf, Stream, final_states
 from nanovllm.lowrank.compress.text import Windows, held_out
 
 
@@ -32,7 +32,7 @@ class Quality:
 
 @torch.no_grad()
 def layer_errors(
-    model: WindowModel, windows: Windows, layers: Mapping[int, Factors], chunk: int
+    model: WindowModel, windows: Windows, factors: Callable[[int], Factors], chunk: int
 ) -> dict[str, dict[str, Any]]:
     """layer -> error of it and of each of its experts (layer.py:held_out_errors), on the held-out ones of `windows`.
     The inputs of a layer come through the low-rank layers before it, as they do when the closed form is fitted."""
@@ -41,22 +41,15 @@ def layer_errors(
         stream = Stream(model, spare, chunk)
         for layer, rows in stream.sparse_layers("held-out rows"):
             rows = replace(rows, held=torch.ones_like(rows.held))
-            ours = layers[layer].to(model.device.torch_device, torch.float32)
+            ours = factors(layer)
             found[str(layer)] = held_out_errors(rows, model.experts(layer), ours)
             stream.add(rows, ours)
     return found
 
 
 @torch.no_grad()
-def measure(model: WindowModel, windows: Windows, layers: Mapping[int, Factors], chunk: int = 4) -> Quality:
-    """`layers` may name some layers only; the others are the teacher's."""
+def measure(model: WindowModel, windows: Windows, student: ExpertsOf, chunk: int = 4) -> Quality:
     device = model.device.torch_device
-
-    def student(layer: int) -> RunExperts:
-        if layer not in layers:
-            return model.dense_experts(layer)
-        return layers[layer].to(device, torch.float32)
-
     states, routes = zip(*(final_states(model, windows, experts, chunk) for experts in (model.dense_experts, student)))
     same = torch.cat([(wanted[:, :, None] == found[:, None]).any(-1) for wanted, found in zip(*routes)])
     kl = top1 = nll = teacher_nll = num_scored = 0.0

@@ -6,12 +6,12 @@ dimensions and U2 is applied once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from nanovllm.lowrank.compress.writer import save_file
@@ -84,9 +84,9 @@ class Factors:
         save_file({u_key(layer, w): self.u[w].contiguous().cpu() for w in MATRICES}, u_path)
 
     @classmethod
-    def read(
-        cls, folder: Path, layer: int, num_experts: int, w2_mode: str, u_tensors: Mapping[str, torch.Tensor]
-    ) -> Factors:
+    def read(cls, folder: Path, layer: int, u_path: Path, num_experts: int, w2_mode: str) -> Factors:
+        """What `write` wrote. `u_path` may hold U of other layers too."""
         experts = [load_file(str(v_file(folder, layer, e))) for e in range(num_experts)]
         v = {w: torch.stack([expert[v_key(w)] for expert in experts]) for w in MATRICES}
-        return cls(w2_mode, {w: u_tensors[u_key(layer, w)] for w in MATRICES}, v)
+        with safe_open(str(u_path), "pt") as file:
+            return cls(w2_mode, {w: file.get_tensor(u_key(layer, w)) for w in MATRICES}, v)

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from tqdm import tqdm
 from nanovllm.errors import ModelError, NanoVLLMError
 from nanovllm.hardware.device import Device
 from nanovllm.lowrank.compress.calibrate import load_calibration
-from nanovllm.lowrank.compress.distill import StoredFactors, compress
+from nanovllm.lowrank.compress.distill import compress, stored_factors
 from nanovllm.lowrank.compress.evaluate import Quality, layer_errors, measure
 from nanovllm.lowrank.compress.model import open_windows
 from nanovllm.lowrank.compress.options import Options, Swept
@@ -194,15 +195,16 @@ def sweep(
             calib = None if method == "pca" else calib_path
             metadata = compress(model_path, calib, folder, how, device, announce=False)
             seconds = time.perf_counter() - started
-            factors = StoredFactors(folder, metadata)
+            factors = partial(stored_factors, folder, metadata, model.device.torch_device)
             if method == "pca":  # fitted to no rows, but there are some to measure it on
                 errors = layer_errors(model, calibration.windows, factors, how.chunk)
                 metadata = dataclasses.replace(metadata, heldout_errors=errors)
             error = predict_error(model, losses[method], equal[svd_rank])
             name = "refined" if how.refine_steps else method
-            points.append(Point(name, svd_rank, metadata, error, measure(model, windows, factors), seconds))
+            quality = measure(model, windows, factors)
+            points.append(Point(name, svd_rank, metadata, error, quality, seconds))
         limit = model.config.max_position_embeddings
-    del model, factors
+    del model
     Device.choose(device).release_cached()  # an engine takes the memory that is free
     prompt = windows.ids[0, : min(SPEED_PROMPT, limit // 2)].tolist()
     num_tokens = min(swept.speed_tokens, limit - len(prompt))
