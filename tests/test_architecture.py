@@ -226,7 +226,6 @@ def test_files_are_short_and_begin_with_their_contract(path: Path) -> None:
 
 @each_file
 def test_nothing_unpickles_or_runs_code_of_a_model(path: Path) -> None:
-    """Lessons 26 and 28."""
     imported = {name.split(".")[0] for name in imports_of(tree_of(path))}
     assert not imported & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
     for node in ast.walk(tree_of(path)):
@@ -246,7 +245,7 @@ def test_nothing_unpickles_or_runs_code_of_a_model(path: Path) -> None:
 
 @each_file
 def test_no_state_outside_objects(path: Path) -> None:
-    """Lesson 14: no `global`, and no module variable that could be one (a bare lower-case name set at the top)."""
+    """No `global`, and no module variable that could be one (a bare lower-case name set at the top)."""
     for node in ast.walk(tree_of(path)):
         assert not isinstance(node, ast.Global), f"{name_of(path)}:{node.lineno} global"
     for node in tree_of(path).body:

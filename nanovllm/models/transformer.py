@@ -8,6 +8,7 @@ the norm that follows it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,6 +73,7 @@ class DecoderLayer(Layer):
         sizes, biases = (config.hidden_size, spec, config.num_kv_heads), (style.qkv_bias, style.out_bias)
         self.attention = Attention(*sizes, parts.backend, build, *biases, eps if style.head_norm else None)
         self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
+        self.mlp: Any
         if config.moe is not None and config.moe.layers[index]:
             self.mlp = MoeLayer(config.moe, config.hidden_size, make_experts(index, config, parts), build)
         else:
@@ -113,6 +115,8 @@ def make_experts(index: int, config: ModelConfig, parts: Parts) -> Experts:
 
 
 class Transformer(Layer):
+    cos_sin: torch.Tensor
+
     def __init__(self, config: ModelConfig, style: Style, parts: Parts) -> None:
         super().__init__()
         build = parts.build
@@ -121,7 +125,7 @@ class Transformer(Layer):
         self.specs = attention_specs(config, build.dtype, build.parallel)  # one per layer
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         layers = (DecoderLayer(i, config, style, parts, spec) for i, spec in enumerate(self.specs))
-        self.layers = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         tied = self.embed if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, build, tied)

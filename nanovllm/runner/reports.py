@@ -68,9 +68,7 @@ class Wanted:
                 ]
         for place, lane in enumerate(self._wide):
             for step, token in enumerate(drawn[lane]):
-                num_top = self._num_tops[lane]
-                assert num_top is not None
-                found[lane][step] = token_logprobs(self._logits[step][place], token, num_top)
+                found[lane][step] = token_logprobs(self._logits[step][place], token, self._num_tops[lane] or 0)
         return found
 
 
