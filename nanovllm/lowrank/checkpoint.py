@@ -72,10 +72,10 @@ class SvdCheckpoint:
     def read(self, name: str) -> torch.Tensor:
         return self._read(name, None) if name in self._shapes else self._teacher.read(name)
 
-    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """A rank's share: what has the intermediate size in it is cut there (weights/expert_form.py)."""
         if name not in self._shapes:
-            return self._teacher.read_piece(name, dim, start, length)
+            return self._teacher.read_slice(name, dim, start, length)
         return self._read(name, Shard(dim, start, length, self._shapes[name][dim]))
 
     def _read(self, name: str, cut: Shard | None) -> torch.Tensor:
@@ -105,7 +105,7 @@ class SvdCheckpoint:
         elif cut is not None:
             spans, columns = [(row * columns + cut.start, cut.length) for row in range(rows)], cut.length
         raw = torch.empty(rows, columns, dtype=location.dtype)
-        view = memoryview(raw.flatten().view(torch.uint8).numpy())
+        view = memoryview(raw.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs, Python < 3.12
         try:
             with path.open("rb", buffering=0) as file:
                 self._check_same(path, os.fstat(file.fileno()))

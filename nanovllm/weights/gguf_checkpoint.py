@@ -48,10 +48,11 @@ class _Metadata:
 
     def __init__(self, file: GGUFFile):
         self.values, self.path = file.metadata, file.path
-        self.arch = self.values.get("general.architecture")
-        if not isinstance(self.arch, str) or self.arch not in ARCHITECTURES:
+        arch = self.values.get("general.architecture")
+        if not isinstance(arch, str) or arch not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise ModelError(f"{self.path}: general.architecture is {self.arch!r}; supported in GGUF: {known}.")
+            raise ModelError(f"{self.path}: general.architecture is {arch!r}; supported in GGUF: {known}.")
+        self.arch = arch
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(f"{self.arch}.{key}", default)
@@ -122,7 +123,7 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._stored_name(name)].shape
 
-    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """Blocks of a quantised row cannot be cut anywhere: the tensor is read, the piece is kept."""
         return self.read(name).narrow(dim, start, length)
 

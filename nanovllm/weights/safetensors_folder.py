@@ -91,7 +91,7 @@ class SafetensorsFolder:
         except SafetensorError as error:
             raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
 
-    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         try:
             stored = self._shard(name).get_slice(name)
             return stored[start : start + length] if dim == 0 else stored[:, start : start + length]
@@ -207,7 +207,7 @@ def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer, from its data files only; nothing is fetched and no code of the folder is run."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import, so only here
 
-    options = {"trust_remote_code": False, "local_files_only": True}
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     has_fast = (folder / "tokenizer.json").is_file()
     if not has_fast and not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         raise ModelError(f"{folder}: has no tokenizer (tokenizer.json); put the model's tokenizer files there.")

@@ -41,7 +41,7 @@ from nanovllm.ops.opset import PLAIN
 from nanovllm.ops.rotary import Angles, rotate
 from nanovllm.runner.step import unstored_step
 from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
-from nanovllm.weights.loader import OnDisk, Places, load_weights
+from nanovllm.weights.loader import LoadTargets, OnDisk, load_weights
 
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (x, ids, weights) -> y, all by row
 PARTS = {"gate": "w1", "up": "w3", "": "w2"}  # part of a parameter (models/*.py) -> matrix of an expert
@@ -160,22 +160,22 @@ class WindowModel:
         build = Build(torch.float32, device.torch_device, WITH_GRADIENTS, Parallel())
         parts = Parts(build, WholeWindows(), max_len, lambda i, moe, hidden, b: self._experts[i])  # type: ignore[arg-type]
         self.model = find_family(config)(config, parts).eval()
-        load_weights(self.model, checkpoint, self.model.rules, self._places(config.moe))
+        load_weights(self.model, checkpoint, self.model.rules, self._targets(config.moe))
 
-    def _places(self, moe: MoeConfig) -> Places:
+    def _targets(self, moe: MoeConfig) -> LoadTargets:
         hidden, size = self.config.hidden_size, moe.intermediate_size
-        places: dict[str, dict[str, OnDisk]] = {}
+        targets: dict[str, dict[str, OnDisk]] = {}
         for i, experts in self._experts.items():
             gate_up, down = (f"layers.{i}.mlp.experts.{name}.weight" for name in ("gate_up", "down"))
-            places[gate_up] = {
+            targets[gate_up] = {
                 f"{e}.{part}": OnDisk((size, hidden), partial(experts.remember, e, PARTS[part]))
                 for e in range(moe.num_experts)
                 for part in ("gate", "up")
             }
-            places[down] = {
+            targets[down] = {
                 str(e): OnDisk((hidden, size), partial(experts.remember, e, "w2")) for e in range(moe.num_experts)
             }
-        return places
+        return targets
 
     @property
     def num_layers(self) -> int:

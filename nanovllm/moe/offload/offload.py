@@ -43,7 +43,7 @@ from nanovllm.moe.projections import cut_expert
 from nanovllm.ops import moe as plain
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertForm
-from nanovllm.weights.loader import Place
+from nanovllm.weights.loader import LoadTarget
 
 PIECE_BYTES = 4 << 20  # grain of a guess: 75 us at 55 GB/s. Pieces that follow each other travel in one copy.
 GUESS_LAYERS = 2  # when the next layer's likely experts are all here, idle time goes to the one after it
@@ -150,7 +150,7 @@ class Offload:
         self._between[number] = made.between
         return made
 
-    def places(self) -> dict[str, dict[str, Place]]:
+    def places(self) -> dict[str, dict[str, LoadTarget]]:
         return self.store.places()
 
     def watch_gates(self, gates: list[torch.Tensor]) -> None:
