@@ -36,7 +36,7 @@ HASH_FACTS = (
 
 
 def find_svd_folder(model: Path) -> Path | None:
-    """The model's folder of low-rank experts, unless there is none or the user wants the original ones."""
+    """The model's folder of low-rank experts, unless there is none or the user has switched it off."""
     folder = model / FOLDER
     return folder if folder.is_dir() and os.environ.get(DISABLE) != "1" else None
 
@@ -107,7 +107,7 @@ def _check_file(path: Path, shapes: dict[str, tuple[int, int]]) -> None:
         raise ModelError(f"{path}: missing or not whole ({error}); {REMAKE}") from None
     if found != shapes:
         name = next(name for name in (*shapes, *found) if found.get(name) != shapes.get(name))
-        raise ModelError(f"{path}: {name} is {found.get(name)}, {METADATA} says {shapes.get(name)}; {REMAKE}")
+        raise ModelError(f"{path}: {name} is {found.get(name)}, but {shapes.get(name)} by {METADATA}; {REMAKE}")
 
 
 def teacher_hash(checkpoint: Checkpoint) -> str:

@@ -1,6 +1,6 @@
 """A GGUF file seen as a Hugging Face checkpoint: same tensor names, same config.json shape.
 
-Families: llama, qwen2, qwen3. What the file says about the model is honoured or refused by name, never ignored.
+Families: llama, qwen2, qwen3. Each property in the file is honoured, or refused by name; none is ignored.
 
 Two things differ from the Hugging Face format beyond names:
   - For `llama`, llama.cpp reorders the rows of the query and key projections. Its RoPE turns neighbours (0, 1),
@@ -222,7 +222,7 @@ def build_generation_config(meta: _Metadata) -> dict[str, Any]:
 
 def _rope_scaling(file: GGUFFile, meta: _Metadata, head_dim: int, context_len: int) -> dict[str, Any] | None:
     kind = meta.string("rope.scaling.type", "none")
-    old_factor = meta.number("rope.scale_linear", 1.0)  # how files before 2024 said "linear"
+    old_factor = meta.number("rope.scale_linear", 1.0)  # "linear" in files before 2024
     factor = meta.number("rope.scaling.factor", old_factor)
     if kind == "none" and old_factor != 1.0:
         kind = "linear"

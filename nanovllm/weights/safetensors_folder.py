@@ -2,7 +2,7 @@
 
 Weights may be absent: such a folder still serves dummy loading. Shards are mapped into memory, so opening costs their
 headers and reading a tensor costs that tensor. Which tensor is in which shard is taken from the shards themselves; the
-index only says which files belong to the model, and must agree with them.
+index only lists which files belong to the model, and must agree with them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SafetensorsFolder:
         self._shards: list[Any] = []  # open files
         self._shard_of: dict[str, Any] = {}  # tensor name -> open file
         self._file_of: dict[str, str] = {}  # tensor name -> file name
-        self._locations: dict[str, dict[str, Location]] = {}  # file name -> its tensors; filled when asked for
+        self._locations: dict[str, dict[str, Location]] = {}  # file name -> its tensors; filled at the first use
         try:
             self._open_shards()
         except BaseException:
@@ -65,7 +65,7 @@ class SafetensorsFolder:
         for name, file_name in weight_map.items():
             if file_of.get(name) != file_name:
                 index = self.path / _INDEX
-                raise ModelError(f"{index}: says that {name} is in {file_name}, but it is not; get the model again.")
+                raise ModelError(f"{index}: lists {name} in {file_name}, where it is not; get the model again.")
 
     def names(self) -> list[str]:
         return list(self._shard_of)

@@ -292,7 +292,6 @@ def test_a_run_killed_between_the_renames_is_put_back(calib_path: Path, tmp_path
         ({"rank": 129}, r"--rank 129: must be in \[1, 128\], the hidden size; 64 keeps a little over half"),
         ({"rank": 0}, "--rank 0: must be at least 1"),
         ({"target_ratio": 1.5}, r"--target-ratio 1.5: must be in \(0, 1\]"),
-        ({"w2_mode": "in"}, "--w2-mode 'in'"),
         ({"dtype": "int8"}, "--dtype 'int8'"),
         ({"ridge": -1.0}, "--ridge -1.0"),
         ({"refine_steps": -1}, "--refine-steps -1"),

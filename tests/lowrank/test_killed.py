@@ -241,14 +241,17 @@ def test_a_killed_calibration_goes_on(place: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("change", [{"cap": 9}, {"window": 63}, {"characters": 2999}])
-def test_a_killed_calibration_of_another_job_starts_over(
+def test_a_full_disk_leaves_the_previous_calibration_and_another_job_starts_over(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
 ) -> None:
-    out = tmp_path / "calib"
+    text, out = small_text(place, 3000), tmp_path / "calib"
+    collect(TRAINED, out, Source(text, window=64), 7, "cpu")
+    before = content(out)
     with monkeypatch.context() as patch:
         patch.setattr(calibrate, "layer_statistics", fill_the_disk)
-        with pytest.raises(ModelError, match=r"No space left.*nothing was put in its place.*calib\.partial"):
-            collect(TRAINED, out, Source(small_text(place, 3000), window=64), 8, "cpu")
+        with pytest.raises(ModelError, match=r"No space left.*the previous folder is untouched.*calib\.partial"):
+            collect(TRAINED, out, Source(text, window=64), 8, "cpu")
+    assert content(out) == before
     without_text(monkeypatch)
     source = Source(small_text(place, change.get("characters", 3000)), window=change.get("window", 64))
     with pytest.raises(AssertionError, match="made again"):
@@ -257,18 +260,3 @@ def test_a_killed_calibration_of_another_job_starts_over(
 
 def fill_the_disk(*args: Any) -> Any:
     raise OSError(28, "No space left on device")
-
-
-def test_a_full_disk_leaves_the_previous_calibration(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, out = small_text(place, 3000), tmp_path / "calib"
-    collect(TRAINED, out, Source(text, window=64), 7, "cpu")
-    before = content(out)
-    with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "layer_statistics", fill_the_disk)
-        with pytest.raises(ModelError, match=r"No space left.*the previous folder is untouched"):
-            collect(TRAINED, out, Source(text, window=64), 8, "cpu")
-    assert content(out) == before
-    collect(TRAINED, out, Source(text, window=64), 8, "cpu")
-    assert content(out) == content(place / "calib")

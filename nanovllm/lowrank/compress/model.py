@@ -16,6 +16,7 @@ the model without experts, and one layer of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
 from nanovllm.lowrank.compress.text import WINDOW
 from nanovllm.lowrank.format import MATRICES
-from nanovllm.model_config import ModelConfig, MoeConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import DecoderLayer, Parts
 from nanovllm.moe.layer import MoeLayer
@@ -44,7 +45,6 @@ from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.loader import LoadTargets, OnDisk, load_weights
 
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (x, ids, weights) -> y, all by row
-PARTS = {"gate": "w1", "up": "w3", "": "w2"}  # part of a parameter (models/*.py) -> matrix of an expert
 
 
 class Held:
@@ -136,15 +136,9 @@ def run_dense(experts: list[Expert]) -> RunExperts:
 
 
 class OnDiskExperts:
-    """In a MoeLayer, the names of the tensors of experts that stay in the checkpoint."""
+    """In a MoeLayer, in place of experts that stay in the checkpoint."""
 
     graph_safe = False
-
-    def __init__(self) -> None:
-        self.names: dict[tuple[int, str], str] = {}  # (expert, w1|w2|w3) -> tensor
-
-    def remember(self, expert: int, matrix: str, name: str) -> None:
-        self.names[expert, matrix] = name
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         raise AssertionError("experts on disk are read, not called")
@@ -156,25 +150,24 @@ class WindowModel:
             raise ModelError(f"{checkpoint.path}: {config.architecture} has no experts to compress; give a MoE model")
         self.checkpoint, self.config, self.device, self.moe = checkpoint, config, device, config.moe
         self.layer_ids = tuple(i for i, sparse in enumerate(config.moe.layers) if sparse)
-        self._experts = {i: OnDiskExperts() for i in self.layer_ids}
+        self._names: dict[tuple[int, int, str], str] = {}  # (layer, expert, matrix) -> tensor of the checkpoint
         build = Build(torch.float32, device.torch_device, WITH_GRADIENTS, Parallel())
-        parts = Parts(build, WholeWindows(), max_len, lambda i, moe, hidden, b: self._experts[i])  # type: ignore[arg-type]
+        parts = Parts(build, WholeWindows(), max_len, lambda *_: OnDiskExperts())  # type: ignore[arg-type]
         self.model = find_family(config)(config, parts).eval()
-        load_weights(self.model, checkpoint, self.model.rules, self._targets(config.moe))
+        load_weights(self.model, checkpoint, self.model.rules, self._targets())
 
-    def _targets(self, moe: MoeConfig) -> LoadTargets:
-        hidden, size = self.config.hidden_size, moe.intermediate_size
+    def _targets(self) -> LoadTargets:
+        hidden, size = self.config.hidden_size, self.moe.intermediate_size
         targets: dict[str, dict[str, OnDisk]] = {}
-        for i, experts in self._experts.items():
-            gate_up, down = (f"layers.{i}.mlp.experts.{name}.weight" for name in ("gate_up", "down"))
-            targets[gate_up] = {
-                f"{e}.{part}": OnDisk((size, hidden), partial(experts.remember, e, PARTS[part]))
-                for e in range(moe.num_experts)
-                for part in ("gate", "up")
-            }
-            targets[down] = {
-                str(e): OnDisk((hidden, size), partial(experts.remember, e, "w2")) for e in range(moe.num_experts)
-            }
+        for layer, e in itertools.product(self.layer_ids, range(self.moe.num_experts)):
+            for stacked, part, matrix, shape in (
+                ("gate_up", f"{e}.gate", "w1", (size, hidden)),
+                ("gate_up", f"{e}.up", "w3", (size, hidden)),
+                ("down", f"{e}", "w2", (hidden, size)),
+            ):
+                remember = partial(self._names.__setitem__, (layer, e, matrix))
+                parameter = f"layers.{layer}.mlp.experts.{stacked}.weight"
+                targets.setdefault(parameter, {})[part] = OnDisk(shape, remember)
         return targets
 
     @property
@@ -182,7 +175,7 @@ class WindowModel:
         return len(self.model.layers)
 
     def is_sparse(self, layer: int) -> bool:
-        return layer in self._experts
+        return layer in self.layer_ids
 
     @property
     def num_expert_values(self) -> int:
@@ -192,11 +185,11 @@ class WindowModel:
 
     def experts(self, layer: int) -> list[Expert]:
         """Read from the checkpoint now; nothing is kept."""
-        names, device = self._experts[layer].names, self.device.torch_device
-        return [
-            Expert(**{w: self.checkpoint.read(names[e, w]).to(device).float() for w in MATRICES})
-            for e in range(self.moe.num_experts)
-        ]
+
+        def read(e: int, matrix: str) -> torch.Tensor:
+            return self.checkpoint.read(self._names[layer, e, matrix]).to(self.device.torch_device).float()
+
+        return [Expert(**{w: read(e, w) for w in MATRICES}) for e in range(self.moe.num_experts)]
 
     def dense_experts(self, layer: int) -> RunExperts:
         return run_dense(self.experts(layer))
