@@ -22,7 +22,7 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import Experts, MakeExperts, MoeLayer
+from nanovllm.moe.layer import MakeExperts, MoeLayer
 from nanovllm.moe.resident import ResidentExperts
 from nanovllm.weights.rules import Rule
 
@@ -73,9 +73,11 @@ class DecoderLayer(Layer):
         sizes, biases = (config.hidden_size, spec, config.num_kv_heads), (style.qkv_bias, style.out_bias)
         self.attention = Attention(*sizes, parts.backend, build, *biases, eps if style.head_norm else None)
         self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
-        self.mlp: Any
+        self.mlp: Any  # a MoeLayer or a GatedMLP
         if config.moe is not None and config.moe.layers[index]:
-            self.mlp = MoeLayer(config.moe, config.hidden_size, make_experts(index, config, parts), build)
+            make = parts.experts or (lambda _, *sizes: ResidentExperts(*sizes))
+            experts = make(index, config.moe, config.hidden_size, build)
+            self.mlp = MoeLayer(config.moe, config.hidden_size, experts, build)
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, build)
 
@@ -105,13 +107,6 @@ class DecoderLayer(Layer):
         norm = (self.mlp_norm.weight, self.mlp_norm.eps)
         gated = gemv(x, mlp.gate_up.weight, mlp.gate_up.bias, norm=norm, gated=True)
         return gemv(gated, mlp.down.weight, mlp.down.bias, residual=x)
-
-
-def make_experts(index: int, config: ModelConfig, parts: Parts) -> Experts:
-    assert config.moe is not None
-    if parts.experts is None:
-        return ResidentExperts(config.moe, config.hidden_size, parts.build)
-    return parts.experts(index, config.moe, config.hidden_size, parts.build)
 
 
 class Transformer(Layer):
