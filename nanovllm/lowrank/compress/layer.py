@@ -67,7 +67,7 @@ class LayerFit:
             grams.append(gram_of_size(self.rows.x.shape[1], self.device))
             for x, weights in self.rows.batches_of(e, self.options.chunk * WINDOW_ROWS, self.device):
                 gram(x * weights[:, None], grams[e])
-        total, shares = pooled(grams), shares_of(grams)
+        total, shares = pooled(grams), shares_of([float(g.trace()) for g in grams])
         u, v = {}, {}
         for w in ("w1", "w3"):
             sides = [getattr(expert, w).T for expert in self.experts]
@@ -114,7 +114,7 @@ class LayerFit:
             for mine, _ in self._actives(front, e):
                 gram(mine, total)
             traces.append(float(total.trace()))
-        shares = shares_of([total.new_tensor([[after - before]]) for before, after in pairwise(traces)])
+        shares = shares_of([after - before for before, after in pairwise(traces)])
         sides = [expert.w2.T for expert in self.experts]  # [I, H]
         u = self._stored(best_basis(total, weight_gram(sides, shares), svd_rank, self.options.pca_oversample).u)
         solved = []

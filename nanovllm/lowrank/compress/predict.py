@@ -123,7 +123,7 @@ def predict_losses(model: WindowModel, calibration: Calibration | None) -> Losse
         else:
             seen = calibration.layer(layer)
             grams = [g.to(device).double() for g in seen["gram"]]
-            total, shares = pooled(grams), shares_of(grams)
+            total, shares = pooled(grams), shares_of([float(g.trace()) for g in grams])
             bases = {w: whitened_basis(total, weight_gram(sides[w], shares), 1) for w in ("w1", "w3")}
             bases["w2"] = pca_basis(seen["out_gram"].to(device).double(), 1)
         losses |= {(layer, w): basis.losses().tolist() for w, basis in bases.items()}

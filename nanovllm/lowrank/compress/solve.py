@@ -122,9 +122,9 @@ def best_basis(g: torch.Tensor, c: torch.Tensor, svd_rank: int, oversample: int 
     return whitened_basis(g, c, svd_rank) if len(g) <= EIGH_SIZE else subspace_basis(g, c, svd_rank, oversample)
 
 
-def shares_of(grams: Iterable[torch.Tensor]) -> list[float]:
-    """pi_e: each expert's part of all that is sent through the layer. All equal where nothing was sent."""
-    traces = [float(g.trace()) for g in grams]
+def shares_of(traces: list[float]) -> list[float]:
+    """pi_e: each expert's part of all that is sent through the layer, from the traces of their Gram matrices. All equal
+    where nothing was sent."""
     total = sum(traces)
     return [t / total for t in traces] if total > 0 else [1 / len(traces)] * len(traces)
 
