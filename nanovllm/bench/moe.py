@@ -39,8 +39,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.hardware.bandwidth import host_to_device_bandwidth
 from nanovllm.hardware.device import Device
-from nanovllm.lowrank.checkpoint import find_svd_folder, low_rank_forms, read_svd_metadata
-from nanovllm.lowrank.folder import FOLDER, write_metadata
+from nanovllm.lowrank.folder import find_svd_folder, low_rank_forms, read_svd_metadata, write_metadata
+from nanovllm.lowrank.format import FOLDER
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
@@ -157,7 +157,7 @@ def keep_low_rank(source: Path, target: Path, model: ModelConfig, num_layers: in
             replace(
                 facts,
                 layer_ids=ids,
-                ranks={i: facts.ranks[i] for i in ids},
+                svd_ranks={i: facts.svd_ranks[i] for i in ids},
                 w2_modes={i: facts.w2_modes[i] for i in ids},
             ),
         )

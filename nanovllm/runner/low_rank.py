@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.lowrank.checkpoint import DISABLE, SvdCheckpoint, find_svd_folder, read_svd_metadata
-from nanovllm.lowrank.folder import SvdMetadata, forms_of
+from nanovllm.lowrank.checkpoint import SvdCheckpoint
+from nanovllm.lowrank.folder import DISABLE, find_svd_folder, read_svd_metadata
+from nanovllm.lowrank.format import MODE, SvdMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.layer import MakeExperts
 from nanovllm.moe.resident import resident_experts
@@ -48,8 +49,8 @@ class LowRank:
             "format": "low-rank",
             "folder": str(self.folder),
             "method": metadata.method,
-            "mode": metadata.mode,
-            "ranks": metadata.ranks,
+            "mode": MODE,
+            "ranks": metadata.svd_ranks,
             "w2_modes": metadata.w2_modes,
             "kept": metadata.kept,
         }
@@ -66,10 +67,4 @@ def open_low_rank(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoi
         metadata = files.metadata
         if not files.has_teacher:
             logger.warning("%s: the model's own experts are missing, so the folder is not compared with them", folder)
-    if metadata.mode == "private":
-        logger.warning(
-            "%s: experts with factors of their own (mode private) are multiplied out when they are loaded: "
-            "they take as much memory as the model's own",
-            folder,
-        )
-    return LowRank(folder, metadata, forms_of(metadata), files)
+    return LowRank(folder, metadata, metadata.forms(), files)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.plan import PlanOptions, make_plan
 from nanovllm.errors import ModelError
-from nanovllm.lowrank.checkpoint import low_rank_forms
-from nanovllm.lowrank.folder import METADATA, U_FILE, v_file
+from nanovllm.lowrank.folder import low_rank_forms
+from nanovllm.lowrank.format import METADATA, U_FILE, v_file
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.moe.offload import store as store_module
@@ -95,14 +95,13 @@ def test_it_is_the_dense_model_with_the_products_of_the_factors(name: str, resid
     assert close(resident(name), resident(f"dense {name}"))
 
 
-@pytest.mark.parametrize("mode", ["shared", "private"])
 @pytest.mark.parametrize("side", ["input", "output"])
 @pytest.mark.parametrize("name", ["trained", "qwen"])
 def test_full_rank_is_the_teacher(
-    name: str, side: str, mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, side: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = copy_model(TRAINED if name == "trained" else tiny(QWEN).path, tmp_path / "model")
-    write_svd(path, [full_rank(path, side)], mode)
+    write_svd(path, [full_rank(path, side)])
     with make(path) as low_rank, make(path.rename(tmp_path / "moved")) as again:
         found = answers(low_rank)
         assert answers(again) == found
@@ -161,19 +160,6 @@ def test_decode_in_pieces(name: str, models: Any) -> None:
             runner.model = InSegments(runner.model)
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == wanted
             assert runner.model.num_steps >= 6
-
-
-def test_private_experts_are_multiplied_out(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = copy_model(tiny(QWEN).path, tmp_path / "model")
-    write_svd(path, SMALL, "private", dense=tmp_path / "dense")
-    with caplog.at_level(logging.WARNING, "nanovllm"), make(path) as llm, make(tmp_path / "dense") as dense:
-        assert "multiplied out" in caplog.text
-        wanted = answers(llm)
-        assert close(wanted, answers(dense))
-    with make(path, expert_placement="offload", expert_cache_gb=0.001, expert_host_gb=0.0) as llm:
-        assert answers(llm) == wanted
-        experts = llm.engine.describe()["runs_on"]["experts"]
-        assert (experts["in_host_memory"], experts["on_disk"]) == (0, 12 - experts["cached_slots"])
 
 
 def test_bf16_and_a_cpu_that_helps(models: Any, resident: Any) -> None:

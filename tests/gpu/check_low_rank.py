@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
-from nanovllm.lowrank.folder import SvdMetadata, write_metadata  # noqa: E402
+from nanovllm.lowrank.folder import write_metadata  # noqa: E402
+from nanovllm.lowrank.format import SvdMetadata  # noqa: E402
 from nanovllm.moe.layer import MoeLayer  # noqa: E402
 from tests.gpu.check_offload import FIXTURE, check_tokens, tokens  # noqa: E402
 from tests.lowrank.svd_folders import Choice, copy_model, write_svd  # noqa: E402
@@ -62,8 +63,8 @@ def made_up(place: Path, layers: int, rank: int | None) -> Path:
         return folder
     ids = tuple(range(layers))
     write_metadata(folder / "svd_experts", SvdMetadata(
-        method="pca", mode="shared", dtype="bfloat16", layer_ids=ids, num_experts=8, hidden_size=4096,
-        intermediate_size=14336, ranks={i: {"w1": rank, "w2": rank, "w3": rank} for i in ids},
+        method="pca", dtype="bfloat16", layer_ids=ids, num_experts=8, hidden_size=4096,
+        intermediate_size=14336, svd_ranks={i: {"w1": rank, "w2": rank, "w3": rank} for i in ids},
         w2_modes=dict.fromkeys(ids, "output"), ridge=0.0, teacher_hash="", calibration_hash=None, kept=rank / 4096,
     ))  # fmt: skip
     return folder

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
-from nanovllm.lowrank.folder import SvdMetadata, forms_of
+from nanovllm.lowrank.format import SvdMetadata
 from nanovllm.memory.budget import GIB, Memory, Wants, fit_host, size_tiers, spread
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig, MoeConfig
@@ -119,31 +119,29 @@ def test_no_tokens_no_work() -> None:
         assert out.shape == (0, HIDDEN)
 
 
-def test_forms_round_ranks_up_and_private_experts_are_dense() -> None:
-    ranks = {0: {"w1": 9, "w2": 8, "w3": 16}, 2: {"w1": 24, "w2": 1, "w3": 1}}
+def test_forms_round_svd_ranks_up() -> None:
+    svd_ranks = {0: {"w1": 9, "w2": 8, "w3": 16}, 2: {"w1": 24, "w2": 1, "w3": 1}}
     metadata = SvdMetadata(
         method="pca",
-        mode="shared",
         dtype="bfloat16",
         layer_ids=(0, 2),
         num_experts=4,
         hidden_size=24,
         intermediate_size=32,
-        ranks=ranks,
+        svd_ranks=svd_ranks,
         w2_modes={0: "input", 2: "output"},
         ridge=0.0,
         teacher_hash="",
         calibration_hash=None,
         kept=0.5,
     )
-    first, second = forms_of(metadata)
+    first, second = metadata.forms()
     assert first.parts == {"gate": (32, 16), "up": (32, 16), "down": (24, 8)}
     assert first.shared == {"u13": (32, 24), "u2": (8, 32)}
     assert second.parts == {"gate": (32, 24), "up": (32, 24), "down": (8, 32)}
     assert second.shared == {"u13": (48, 24), "u2": (24, 8)}
     assert (first.numel, first.shared_numel, first.out_size) == (2 * 512 + 192, 768 + 256, 24)
     assert (second.out_size, ExpertForm.dense(24, 32).numel) == (8, 3 * 24 * 32)
-    assert forms_of(dataclasses.replace(metadata, mode="private")) == (ExpertForm.dense(24, 32),) * 2
 
 
 def test_host_memory_is_counted_expert_by_expert() -> None:

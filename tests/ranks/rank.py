@@ -68,8 +68,8 @@ class CountingCheckpoint:
     def read(self, name: str) -> torch.Tensor:
         return self._count(name, self._inner.read(name))
 
-    def read_piece(self, name: str, *cut: int) -> torch.Tensor:
-        return self._count(name, self._inner.read_piece(name, *cut))
+    def read_slice(self, name: str, *cut: int) -> torch.Tensor:
+        return self._count(name, self._inner.read_slice(name, *cut))
 
 
 def build(path: Path, parallel: Parallel) -> tuple[Transformer, int]:

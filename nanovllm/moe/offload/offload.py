@@ -46,7 +46,7 @@ from nanovllm.moe.projections import SharedProjections, cut_expert
 from nanovllm.ops import moe as plain
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertForm
-from nanovllm.weights.loader import Place
+from nanovllm.weights.loader import LoadTarget
 
 PIECE_BYTES = 4 << 20  # grain of a guess: 75 us at 55 GB/s. Pieces that follow each other travel in one copy.
 CPU_TOKENS = 2  # cpu_misses: an expert that more tokens want is worth its copy
@@ -139,7 +139,7 @@ class Offload:
         self._between[number] = made.between
         return made
 
-    def places(self) -> dict[str, dict[str, Place]]:
+    def places(self) -> dict[str, dict[str, LoadTarget]]:
         return self.store.places()
 
     def watch_gates(self, gates: list[torch.Tensor]) -> None:

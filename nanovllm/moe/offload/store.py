@@ -38,7 +38,7 @@ from nanovllm.hardware.pinned import HostBlock, available_host_bytes
 from nanovllm.memory.budget import GIB, fit_host, gib
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import DOWN, ExpertForm
-from nanovllm.weights.loader import OnDisk, Place, ShardPlace, as_place
+from nanovllm.weights.loader import LoadTarget, OnDisk, ShardTarget, as_target
 from nanovllm.weights.safetensors_folder import Location
 
 logger = logging.getLogger("nanovllm")
@@ -192,10 +192,10 @@ class ExpertStore:
         except MemoryError as error:
             raise ConfigError(f"not even {2 * CHUNK_BYTES >> 20} MiB of host memory can be locked ({error})") from error
 
-    def places(self) -> dict[str, dict[str, Place]]:
+    def places(self) -> dict[str, dict[str, LoadTarget]]:
         """For the loader: parameter as it would be called -> part -> where it goes."""
         shape = self.shape
-        places: dict[str, dict[str, Place]] = {}
+        places: dict[str, dict[str, LoadTarget]] = {}
         for layer, number in enumerate(shape.layers):
             gate_up = places[f"layers.{number}.mlp.experts.gate_up.weight"] = {}
             down = places[f"layers.{number}.mlp.experts.down.weight"] = {}
@@ -204,16 +204,16 @@ class ExpertStore:
                 gate_up[f"{expert}.gate"], gate_up[f"{expert}.up"], down[str(expert)] = parts
         return places
 
-    def _expert_places(self, layer: int, expert: int) -> list[Place]:
+    def _expert_places(self, layer: int, expert: int) -> list[LoadTarget]:
         form, block = self.shape.forms[layer], self.held[layer].get(expert)
-        copies: list[torch.Tensor | ShardPlace | None] = [None] * 3
+        copies: list[torch.Tensor | ShardTarget | None] = [None] * 3
         if block is not None:
             gate_up, down = self.shape.views(block.tensor, layer)
             targets = zip(form.parts, (*gate_up.split(form.intermediate), down))
-            copies = [as_place(target, self.shape.shard(layer, part)) for part, target in targets]
+            copies = [as_target(target, self.shape.shard(layer, part)) for part, target in targets]
         if not self._files:
             return [copy for copy in copies if copy is not None]
-        places: list[Place] = []
+        places: list[LoadTarget] = []
         for (part, size), copy in zip(form.parts.items(), copies):
             shard, whole = self.shape.shard(layer, part), list(size)
             if shard is not None:
@@ -332,7 +332,7 @@ class ExpertStore:
             if shard is None:
                 found = self._checkpoint.read(name)
             else:
-                found = self._checkpoint.read_piece(name, shard.dim, shard.start, shard.length)
+                found = self._checkpoint.read_slice(name, shard.dim, shard.start, shard.length)
             self._converted = name, found.flatten()
         return self._converted[1]
 
