@@ -134,8 +134,9 @@ def test_imports_go_down(path: Path) -> None:
 
 TORCH = {"torch", "triton", "numpy", "transformers", "safetensors", "gguf"}
 # Decisions too: simulated in tests, and made before anything is loaded.
-TORCH_FREE = ("moe/offload/cache.py", "memory/budget.py", "memory/speed.py", "memory/choice.py", "memory/scaling.py")
-ONLY_STDLIB = [p for p in FILES if room_of(module_of(p)) in ("basics", "scheduling") or name_of(p) in TORCH_FREE]
+TORCH_FREE = ("moe/offload/cache.py",)
+ROOMS_OF_DECISIONS = ("basics", "scheduling", "memory")
+ONLY_STDLIB = [p for p in FILES if room_of(module_of(p)) in ROOMS_OF_DECISIONS or name_of(p) in TORCH_FREE]
 
 
 @pytest.mark.parametrize("path", ONLY_STDLIB, ids=name_of)

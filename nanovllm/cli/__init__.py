@@ -22,12 +22,13 @@ from nanovllm.cli.bench_serve import bench_serve
 from nanovllm.cli.benches import bench
 from nanovllm.cli.compress import compress
 from nanovllm.cli.options import ENGINE, SAMPLING, Command, with_options
-from nanovllm.cli.plan import PLAN, PlanOptions, make_plan, plan_record, show_plan
+from nanovllm.cli.plan import PLAN, estimate_record, make_estimate, show_estimate
 from nanovllm.cli.serve import serve
 from nanovllm.cli.stream import InOrder, SpeedMeter, encode, note, run_requests
 from nanovllm.cli.trace import trace
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ModelError, NanoVLLMError, RequestError
+from nanovllm.memory.options import PlanOptions
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -166,16 +167,16 @@ def plan_command(
         from nanovllm.bench.report import check_file
 
         check_file("--json", Path(json_file), b'{"model": ')
-    plan = make_plan(options)
+    estimate = make_estimate(options)
     if json_file != "-":
-        show_plan(plan)
+        show_estimate(estimate)
     if json_file is not None:
-        text = json.dumps(plan_record(plan))
+        text = json.dumps(estimate_record(estimate))
         try:
             print(text) if json_file == "-" else Path(json_file).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise RequestError(f"--json {json_file}: cannot be written: {error}") from None
-    if not plan.runs and not options.table:
+    if estimate.tiers is None and not options.table:
         raise typer.Exit(1)
 
 

@@ -5,28 +5,29 @@
     cost.seconds, cost.computing, cost.talking, cost.sent_bytes
 
 n ranks on h hosts, g = n / h on each. A rank reads 1/n of the weights and of the KV cache (with fewer KV heads than
-ranks, more), and does 1/n of the FLOPs; what several ranks add is talk. In one step of T tokens of hidden size H, b
-bytes a number, they need:
+ranks, more), and does 1/n of the FLOPs; what several ranks add is communication. In one step of T tokens of hidden size
+H, b bytes a number, that is:
 
     all-reduce   T H b bytes      after the attention and after the MLP of every layer, and after the embedding
     all-gather   rows V b bytes   of the logits, once; rows = sequences that get a token
 
 A collective is `start` + steps x latency + bytes / bandwidth. An all-reduce of m bytes over n ranks goes by a ring,
-2 (n - 1) steps, each rank sending 2 m (n - 1) / n; or by a tree, 2 log2(n) steps and 2 m. Libraries take whichever is
-faster, so does this model: trees for one token, rings for prompts. Over hosts it is done in two stages, inside each
+2 (n - 1) steps, each rank sending 2 m (n - 1) / n; or by a tree, 2 log2(n) steps and 2 m. Libraries take the faster
+one, and so does this model: trees for one token, rings for prompts. Over hosts it is done in two stages, inside each
 host and between hosts, where the network card of a host is shared by its g GPUs: each has 1/g of m to bring across.
 
 Spread experts (moe/spread.py) replace a sparse layer's all-reduce by all-to-alls there and back, in which a rank sends
-2 T k H b (n - 1) / n^2 times n / e bytes, and a gather of T H b (n - 1) / n; and the host must look at counts before.
+2 T k H b (n - 1) / n^2 times n / e bytes, and a gather of T H b (n - 1) / n; and the host must read counts before.
 
 Computing and talking take turns, as they do in the engine. The rest (launches, sampling, scheduling) is not in here: on
-one H200 the engine takes 1.04 to 1.31 times as long as this says (docs/scaling.md).
+one H200 the engine takes 1.04 to 1.31 times as long as computed here (docs/scaling.md).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.memory.speed import distinct_experts
@@ -94,13 +95,13 @@ def all_reduce_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def all_gather_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """`num_bytes`: of the result. A ring: everyone receives all but its own."""
+    """`num_bytes`: of the result. A ring: each rank receives all but its own."""
     return (num_ranks - 1) * (link.latency + num_bytes / num_ranks / link.bytes_per_second)
 
 
 @dataclass
 class Talk:
-    """Adds up what the ranks say to each other in a step."""
+    """Adds up the collectives of a step."""
 
     topology: Topology
     machine: Machine
@@ -217,3 +218,49 @@ def _weights_used(model: ModelFacts) -> float:
 def _attention_flops(model: ModelFacts, num_tokens: int, context: float) -> float:
     """Scores and weighted sum: two products of q's size with every position."""
     return 4 * num_tokens * context * model.head_sizes[0] * model.config.num_layers
+
+
+# ---- the steps that are compared -----------------------------------------------------------------------------------
+
+CONTEXT, PROMPTS = 1024, 16
+CostOf = Callable[[ModelFacts, Topology, Machine], Cost]
+WORKS: tuple[tuple[str, int, CostOf], ...] = (
+    ("1 sequence", 1, lambda model, at, on: decode_cost(model, at, on, 1, CONTEXT)),
+    ("64 sequences", 64, lambda model, at, on: decode_cost(model, at, on, 64, CONTEXT)),
+    (f"{PROMPTS} prompts", PROMPTS * CONTEXT, lambda model, at, on: prefill_cost(model, at, on, PROMPTS, CONTEXT)),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step, with its cost on these GPUs and on a single one, large enough or not."""
+
+    name: str
+    tokens: int
+    cost: Cost
+    alone: Cost
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.cost.seconds
+
+    @property
+    def speedup(self) -> float:
+        return self.alone.seconds / self.cost.seconds
+
+
+@dataclass(frozen=True)
+class Scaling:
+    topology: Topology
+    machine: Machine
+    works: tuple[Work, ...]
+
+    @classmethod
+    def of(cls, model: ModelFacts, topology: Topology, machine: Machine) -> Scaling:
+        """`model`: facts of one rank."""
+        whole = replace(model, num_ranks=1, expert_size=1)
+        works = tuple(
+            Work(name, tokens, cost(model, topology, machine), cost(whole, Topology(), machine))
+            for name, tokens, cost in WORKS
+        )
+        return cls(topology, machine, works)

@@ -135,7 +135,7 @@ def open_offload(
     offload = Offload(model.moe, model.hidden_size, build, device, options, files, forms=forms)
     logger.info(
         "experts: %d slots of %s on %s, %d of them stream",
-        tiers.num_slots,
+        tiers.num_buffers,
         gib(tiers.expert_bytes),
         device.name,
         tiers.num_streaming,

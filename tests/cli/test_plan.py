@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cli.plan import LINKS, READS, PlanOptions, find_links, make_plan
+from nanovllm.cli.plan import PLAN, make_estimate
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.memory.budget import GIB, Memory
+from nanovllm.memory.machines import LINKS, READS, find_links
+from nanovllm.memory.options import PlanOptions
 from tests.cli.runner import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,12 +154,12 @@ def test_qwen3_moe_and_dense(run: Run) -> None:
 def test_every_plan_can_be_asked_for_and_comes_out_the_same(model: str, gigabytes: int) -> None:
     """The settings, given back as wishes, give the same tiers: the engine will decide as the plan says."""
     options = PlanOptions(model=str(MODELS / model), gpu_memory_gb=gigabytes, host_memory_gb=128)
-    plan = make_plan(options)
+    plan = make_estimate(options)
     assert plan.tiers is not None
     assert plan.wants.max_num_seqs <= plan.wants.max_num_batched_tokens
     EngineConfig.from_options(**plan.settings)
     wishes = {name: value for name, value in plan.settings.items() if name != "model"}
-    again = make_plan(PlanOptions(model=options.model, host_memory_gb=128, **wishes))
+    again = make_estimate(PlanOptions(model=options.model, host_memory_gb=128, **wishes))
     assert again.tiers == plan.tiers
 
 
@@ -228,7 +230,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     config = json.loads((MIXTRAL / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
     with pytest.raises(ModelError, match="FooForCausalLM"):
-        make_plan(PlanOptions(model=str(tmp_path), gpu_memory_gb=11))
+        make_estimate(PlanOptions(model=str(tmp_path), gpu_memory_gb=11))
 
 
 @pytest.mark.parametrize(
@@ -272,8 +274,6 @@ def test_measured_bandwidths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_names_every_option_and_explains_it(run: Run) -> None:
-    from nanovllm.cli.plan import PLAN
-
     words = run("plan", "--help-all").out.split()
     for parameter in PLAN.parameters():
         assert f"--{parameter.name.replace('_', '-')}" in words
@@ -288,7 +288,7 @@ def test_the_table_of_the_docs_is_this_plan() -> None:
         options = PlanOptions(
             model=str(MIXTRAL), gpu_memory_gb=11, host_memory_gb=int(host), max_model_len=int(length.replace(",", ""))
         )
-        plan = make_plan(options)
+        plan = make_estimate(options)
         assert plan.tiers is not None
         said = (int(cached), int(streaming), int(on_host), int(on_disk))
         tiers = plan.tiers

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cli.plan import PlanOptions, make_plan
-from nanovllm.cli.scaling_tables import H200_FLOPS, H200_READ, INSIDE, NETWORKS
+from nanovllm.cli.plan import make_estimate
 from nanovllm.memory.facts import ModelFacts
+from nanovllm.memory.machines import H200_FLOPS, H200_READ, INSIDE, NETWORKS
+from nanovllm.memory.options import PlanOptions
 from nanovllm.memory.scaling import (
     COUNTS_SECONDS,
     START_SECONDS,
@@ -42,8 +43,8 @@ FREE = Link(math.inf, 0.0)
 
 
 def facts(name: str, num_ranks: int = 1, expert_size: int = 1) -> ModelFacts:
-    plan = make_plan(PlanOptions(model=str(MODELS / name), gpu_memory_gb=139, host_memory_gb=512))
-    return replace(plan.model, num_ranks=num_ranks, expert_size=expert_size)
+    estimate = make_estimate(PlanOptions(model=str(MODELS / name), gpu_memory_gb=139, host_memory_gb=512))
+    return replace(estimate.model, num_ranks=num_ranks, expert_size=expert_size)
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_slower_links_and_more_hosts_are_never_faster() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, nanovllm.cli.scaling_tables; sys.exit('torch' in sys.modules)"
+    code = "import sys, nanovllm.memory.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -199,9 +200,9 @@ def computed_rate(model: ModelFacts, machine: Machine, workload: str) -> float |
 def test_the_measured_numbers_of_the_page_are_those_of_the_result_files() -> None:
     ratios, rows = [], []
     for name in ("qwen3-8b", "mixtral-8x7b"):
-        plan = make_plan(PlanOptions(model=str(MODELS / name), gpu_memory_gb=139, host_memory_gb=512))
+        estimate = make_estimate(PlanOptions(model=str(MODELS / name), gpu_memory_gb=139, host_memory_gb=512))
         for result in json.loads((RESULTS / f"2026-11-15-h200-{name}.json").read_text())["results"]:
-            rate = computed_rate(plan.model, plan.scaling.machine, result["workload"])
+            rate = computed_rate(estimate.model, estimate.hardware.machine, result["workload"])
             if rate is not None:
                 measured = result["tokens_per_second"]
                 ratios.append(f"{rate / measured:.2f}")

@@ -45,6 +45,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from nanovllm.errors import ConfigError
+from nanovllm.memory.speed import DISK_BANDWIDTH, LINK_BANDWIDTH
 
 POLICIES = ("lfu", "lru", "none")
 # A window of 25 tokens. Simulated with several skews and drifts of Routing: 0.95 to 0.99 differ by a point with half of
@@ -53,8 +54,6 @@ DECAY = 0.96
 # What copying an expert back must gain, in copies. Simulated with Routing, even and skewed, 8 and 128 experts of which
 # host and slots hold 70 to 100 %: the time for copies differs by up to 11 % between 1 and 4; 0 takes up to 38 % more.
 SAVING = 2.0
-DISK_BANDWIDTH = 3e9  # bytes a second, assumed
-LINK_BANDWIDTH = 25e9  # where it is not measured
 
 
 @dataclass(frozen=True)

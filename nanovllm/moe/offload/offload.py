@@ -34,8 +34,9 @@ from nanovllm.hardware.copies import CopyStream, Slot, StallClock, open_copy_str
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import Uploader
 from nanovllm.layers.build import Build
+from nanovllm.memory.speed import DISK_BANDWIDTH, LINK_BANDWIDTH
 from nanovllm.model_config import MoeConfig
-from nanovllm.moe.offload.cache import DISK_BANDWIDTH, LINK_BANDWIDTH, ExpertCache, ExpertStats, ExpertWaves
+from nanovllm.moe.offload.cache import ExpertCache, ExpertStats, ExpertWaves
 from nanovllm.moe.offload.experts import OffloadedExperts
 from nanovllm.moe.offload.idle import IdleTime
 from nanovllm.moe.offload.store import ExpertShape, ExpertStore
