@@ -107,7 +107,8 @@ def compare(engine: LLMEngine, model: Any, shape: WorkloadShape, seed: int, repe
 def compare_all(
     engine: LLMEngine, seed: int, repeat: int, shapes: dict[str, WorkloadShape] | None = None
 ) -> dict[str, Any]:
-    model = load_hf(engine.config.model, engine.executor.dtype, engine.executor.device.torch_device)
+    dtype, device = getattr(torch, engine.describe()["runs_on"]["dtype"]), engine.executor.probe().device
+    model = load_hf(engine.config.model, dtype, device.torch_device)
     warm_up(engine, seed)
     run_hf(model, WorkloadShape(2, Lengths(24, 24), Lengths(4, 4)).draw(seed, engine.model_config.vocab_size))
     return {name: compare(engine, model, shape, seed, repeat) for name, shape in (shapes or SHAPES).items()}

@@ -140,7 +140,7 @@ def measure_backend(
 
 
 def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dict[str, Any]:
-    layout = engine.executor.layout
+    device, layout = engine.executor.probe().device, engine.executor.probe().layout
     needed = batch * -(-2 * length // layout.block_size)
     if needed > layout.num_blocks:
         # The engine would let some wait and run the others: another batch size than the table says.
@@ -148,7 +148,7 @@ def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dic
     try:
         # A few tokens first: kernels and buffers of this shape, and what does not fit fails sooner.
         run_workload(engine, _draw(engine, batch, length, min(16, length), ~0), TEMPERATURE)
-        with sampled(engine.executor.device) as busy:
+        with sampled(device) as busy:
             rates = [decode_rate(engine, _draw(engine, batch, length, length, turn)) for turn in range(repeat)]
     except FAILURES as error:
         if not does_not_fit(error):
@@ -160,7 +160,7 @@ def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dic
         if busy.percent is not None:
             share["gpu_busy_percent"] = busy.percent
         return {"decode_tokens_per_second": rate, "spread": [min(rates), max(rates)], **share}
-    engine.executor.device.release_cached()  # out of the except: a traceback keeps the tensors of its frames alive
+    device.release_cached()  # out of the except: a traceback keeps the tensors of its frames alive
     return {"oom": reason}
 
 
@@ -178,11 +178,12 @@ def _draw(engine: LLMEngine, batch: int, length: int, new: int, turn: int) -> Wo
 
 
 def _share(engine: LLMEngine, batch: int, length: int, rate: float) -> dict[str, float]:
-    ceiling = CEILINGS.get(engine.executor.device.name)
+    probe = engine.executor.probe()
+    ceiling = CEILINGS.get(probe.device.name)
     if ceiling is None:
         return {}
     workload = Workload([[0] * length] * batch, [length] * batch)
-    seconds = decode_limit_seconds(workload, engine.model_config, engine.executor.num_parameters, ceiling)
+    seconds = decode_limit_seconds(workload, engine.model_config, probe.num_parameters, ceiling)
     limit = batch * (length - 1) / seconds
     return {"limit": limit, "share_of_limit": rate / limit}
 

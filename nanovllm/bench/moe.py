@@ -11,7 +11,7 @@ that a right guess brought early is a miss too: prefetching can hide a copy behi
 raises the bound, prefetching brings decode nearer to it.
 
 Routing. Dummy weights (+-1e-3) send nearly every token to the same experts, and a cache looks perfect. "spread" gives
-them routers that choose as those of a trained model do: see `spread_routers`. "model" takes the weights as they are.
+them routers that choose as those of a trained model do (Probe.spread_routing). "model" takes the weights as they are.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from nanovllm.lowrank.folder import FOLDER, write_metadata
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import MoeLayer
-from nanovllm.moe.offload.cache import ExpertCache, ExpertStats
+from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
@@ -197,53 +196,13 @@ def one_engine(config: EngineConfig, model: ModelConfig, sweep: CacheSweep) -> I
     num_layers = sum(model.moe.layers)
     with LLMEngine(offload_config(config, model, sweep.cached[-1], "lfu + prefetch")) as engine:
         if sweep.routing == "spread":
-            spread_routers(engine, config.seed)
+            engine.executor.probe().spread_routing(config.seed)
 
         def engine_for(cached: int, variant: str) -> LLMEngine:
-            assert engine.executor.offload is not None
-            engine.executor.offload.restart(cached * num_layers, *VARIANTS[variant])
+            engine.executor.probe().restart_experts(cached * num_layers, *VARIANTS[variant])
             return engine
 
         yield engine_for
-
-
-COMMON = 0.05  # of the variance of a token's embedding: what all tokens have in common
-UPDATE = 0.5  # of the context that each layer adds
-LOGIT_STD = 1.5
-
-
-@torch.no_grad()
-def spread_routers(engine: LLMEngine, seed: int) -> None:
-    """Dummy weights that route as trained ones do, by three properties that decide what a cache and a guess are worth:
-
-    - which experts a token takes depends on the token: embeddings are drawn at unit scale, so that a norm (of weight 1)
-      gives x of unit scale, not one that its epsilon has flattened;
-    - some experts are popular, others in every layer: tokens have a part in common, and a gate's product with that part
-      is a constant for each expert;
-    - the next layer's router, asked one layer early, is mostly right: attention, which weighs all tokens alike because
-      dummy queries and keys are small, adds to x a part of the context, so that x turns a little from layer to layer.
-
-    In 16 layers of 8 experts with hidden size 512, 86 % of the guesses were right, and LRU hit 38, 70 and 89 % with 2,
-    4 and 6 cached. The choices that `moe.cache.Routing` makes up give 37, 63 and 86 %.
-    Experts themselves stay tiny and change nothing. Captured steps see all this: values change, addresses do not.
-    """
-    model, offload = engine.executor.runner.model, engine.executor.offload
-    assert offload is not None
-    embed = model.embed.weight
-    draw = torch.Generator(embed.device).manual_seed(seed)
-    hidden = embed.shape[1]
-    embed.normal_(std=(1 - COMMON) ** 0.5, generator=draw)
-    embed.add_(torch.empty_like(embed[0]).normal_(std=COMMON**0.5, generator=draw))
-    for layer in model.layers:
-        layer.attention_norm.weight.fill_(1)
-        layer.mlp_norm.weight.fill_(1)
-        *_, v = layer.attention.qkv.weight.split(list(layer.attention.qkv.parts.values()))
-        v.normal_(std=hidden**-0.5, generator=draw)
-        out = layer.attention.out.weight
-        out.normal_(std=UPDATE * out.shape[1] ** -0.5, generator=draw)
-        if isinstance(layer.mlp, MoeLayer):
-            layer.mlp.gate.weight.normal_(std=LOGIT_STD * hidden**-0.5, generator=draw)
-    offload.watch_gates(model.router_weights())
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
@@ -325,7 +284,7 @@ def measure_offload(
 
 def check_slots(engine: LLMEngine, cached: int) -> dict[str, int]:
     """The table says how many experts were cached: so many there must be."""
-    moe, experts = engine.model_config.moe, engine.executor.describe()["experts"]
+    moe, experts = engine.model_config.moe, engine.describe()["runs_on"]["experts"]
     assert moe is not None
     found = {name: experts[name] for name in ("cached_slots", "streaming_slots", "on_disk")}
     assert (found["cached_slots"], found["streaming_slots"]) == (cached * sum(moe.layers), 2 * moe.top_k), found
@@ -341,11 +300,10 @@ def measure_decode(
     # Made-up logits are nearly equal: sampling draws ever new tokens, where greedy soon walks in a circle.
     temperature = 1.0 if sweep.routing == "spread" else 0.0
     run_one(engine, work.prompts[0], min(WARM_UP_TOKENS, sweep.num_tokens), temperature)
-    offload = engine.executor.offload
-    assert offload is not None
-    with chosen_experts(offload.cache) as chosen:
+    probe = engine.executor.probe()
+    with probe.chosen_experts() as chosen:
         seconds, stats, token_ids = run_one(engine, work.prompts[1], sweep.num_tokens, temperature, chosen.clear)
-    row = rates(stats, sweep.num_tokens, seconds, offload.shape.num_bytes, link)
+    row = rates(stats, sweep.num_tokens, seconds, probe.expert_bytes, link)
     return {**row, "distinct_experts": statistics.mean(map(len, chosen.values()))}, token_ids
 
 
@@ -378,16 +336,14 @@ def run_one(
     token_ids: list[int] = []
     while not token_ids:
         token_ids += _step(engine)
-    before, started = engine.executor.expert_stats(), time.perf_counter()
+    probe = engine.executor.probe()
+    before, started = probe.expert_stats(), time.perf_counter()
     begin()
     while engine.has_unfinished_requests():
         token_ids += _step(engine)
     seconds = time.perf_counter() - started
-    after = engine.executor.expert_stats()
-    assert before is not None
-    assert after is not None
     assert len(token_ids) == num_tokens + 1
-    return seconds, after - before, token_ids
+    return seconds, probe.expert_stats() - before, token_ids
 
 
 def _step(engine: LLMEngine) -> list[int]:
@@ -396,23 +352,6 @@ def _step(engine: LLMEngine) -> list[int]:
     if delta is not None and delta.error:
         raise EngineDeadError(f"the benchmark's step failed: {delta.error}")
     return [] if delta is None else delta.outputs[0].token_ids
-
-
-@contextlib.contextmanager
-def chosen_experts(cache: ExpertCache) -> Iterator[dict[int, set[int]]]:
-    """Layer -> the distinct experts it chose meanwhile. Seen on the host, where a captured step must ask too."""
-    seen: dict[int, set[int]] = {}
-    select = cache.select
-
-    def watched(layer: int, token_counts: Any, *more: Any) -> Any:
-        seen.setdefault(layer, set()).update(token_counts)
-        return select(layer, token_counts, *more)
-
-    cache.select = watched  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        del cache.select  # the class's own is behind it
 
 
 # ---- tables and plots ----------------------------------------------------------------------------------------------

@@ -364,7 +364,6 @@ def tune_table(shapes: tuple[KernelShape, ...], device: Device, path: Path | Non
     before = {(key, tokens): plan for key, tokens, plan in moe_tiles.read_table(path)}
     entries = tune(shapes, device)
     moe_tiles.write_table(path, entries)
-    moe_tiles._entries.cache_clear()  # what is measured next in this process uses the new entries
     names = {(shape.hidden, shape.size, shape.top_k): shape.name for shape in shapes}
     tuned = {(e["device"], e["hidden"], e["size"], e["top_k"], e["element_size"], e["max_tokens"]) for e in entries}
     return [

@@ -11,11 +11,10 @@ share of it says how much is left to win.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.throughput import run_workload
@@ -23,7 +22,6 @@ from nanovllm.bench.workload import Lengths, Workload, make_workload
 from nanovllm.errors import ConfigError
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import MoeLayer
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -122,9 +120,10 @@ def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int)
         "spread": [min(rates[1:]), max(rates[1:])],
         "first_pass": rates[0],
     }
-    ceiling = CEILINGS.get(engine.executor.device.name)
+    probe = engine.executor.probe()
+    ceiling = CEILINGS.get(probe.device.name)
     if ceiling is not None:
-        limit = tokens / limit_seconds(workload, engine.model_config, engine.executor.num_parameters, ceiling)
+        limit = tokens / limit_seconds(workload, engine.model_config, probe.num_parameters, ceiling)
         row |= {"limit": limit, "share_of_limit": row["tokens_per_second"] / limit}
     if engine.model_config.moe is not None and not is_prefill:
         row["experts_touched"] = count_touched(engine, workload, temperature)
@@ -137,28 +136,9 @@ PROBE_TOKENS = 9
 def count_touched(engine: LLMEngine, workload: Workload, temperature: float) -> float | None:
     """Distinct experts of a layer that one decode step of this many sequences touches, over the first few steps: with
     made-up weights far fewer than with a trained model's, and the fewer, the less is read. Measured apart from the
-    clock, kernel by kernel, because a captured step tells nobody."""
-    runner = engine.executor.runner
-    layers = [module for module in runner.model.modules() if isinstance(module, MoeLayer)]
-    seen: list[int] = []
-
-    def counting(route: Any) -> Any:
-        def call(*args: Any) -> Any:
-            ids, weights = route(*args)
-            if len(ids) <= len(workload.prompts):
-                seen.append(len(ids.unique()))
-            return ids, weights
-
-        return call
-
-    kept = [layer.ops for layer in layers]
-    try:
-        for layer, ops in zip(layers, kept):
-            layer.ops = replace(ops, route=counting(ops.route))
-        short = [min(new, PROBE_TOKENS) for new in workload.output_lens]
-        with getattr(runner, "uncaptured", contextlib.nullcontext)():
-            run_workload(engine, Workload(workload.prompts, short), temperature)
-    finally:
-        for layer, ops in zip(layers, kept):
-            layer.ops = ops
-    return statistics.mean(seen) if seen else None
+    clock, because nothing is captured meanwhile. None where the model is in other processes."""
+    short = [min(new, PROBE_TOKENS) for new in workload.output_lens]
+    with engine.executor.probe().routes() as routes:
+        run_workload(engine, Workload(workload.prompts, short), temperature)
+    touched = [route.num_distinct for route in routes if route.num_tokens <= len(workload.prompts)]
+    return statistics.mean(touched) if touched else None

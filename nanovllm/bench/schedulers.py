@@ -28,7 +28,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
-class Arriving:
+class Job:
     arrives: float
     num_prompt: int
     num_output: int
@@ -46,16 +46,15 @@ class TrafficShape:
     output_len: tuple[int, int] = (4, 32)
     rate: float = 8.0  # short requests a second
 
-    def jobs(self, seed: int) -> list[Arriving]:
+    def jobs(self, seed: int) -> list[Job]:
         rng = random.Random(seed)
         jobs = [
-            Arriving(0.0, rng.randint(*self.long_len), rng.randint(*self.output_len), True)
-            for _ in range(self.num_long)
+            Job(0.0, rng.randint(*self.long_len), rng.randint(*self.output_len), True) for _ in range(self.num_long)
         ]
         clock = 0.0
         for _ in range(self.num_short):
             clock += rng.expovariate(self.rate)
-            jobs.append(Arriving(clock, rng.randint(*self.short_len), rng.randint(*self.output_len), False))
+            jobs.append(Job(clock, rng.randint(*self.short_len), rng.randint(*self.output_len), False))
         return jobs
 
 
@@ -95,7 +94,7 @@ REAL_SIZES = (256, 16)
 VARIANTS: dict[str, tuple[str, bool]] = {"fcfs": ("fcfs", False), "sjf": ("sjf", False), "sjf + aging": ("sjf", True)}
 
 
-def simulate(jobs: list[Arriving], server: SimulatedMachine, policy: str, max_wait_steps: int | None) -> Served:
+def simulate(jobs: list[Job], server: SimulatedMachine, policy: str, max_wait_steps: int | None) -> Served:
     scheduler = server.scheduler(policy, max_wait_steps)
     served = Served(steps_passed=dict.fromkeys(range(len(jobs)), 0))
     sequences: dict[int, Sequence] = {}
@@ -124,16 +123,16 @@ def simulate(jobs: list[Arriving], server: SimulatedMachine, policy: str, max_wa
     return served
 
 
-def _next_last(jobs: list[Arriving]) -> list[int]:
+def _next_last(jobs: list[Job]) -> list[int]:
     """Places in the trace, the next to arrive at the end; of those that arrive together, the first in the trace."""
     return sorted(range(len(jobs)), key=lambda index: (jobs[index].arrives, index), reverse=True)
 
 
-def _sequence(index: int, job: Arriving) -> Sequence:
+def _sequence(index: int, job: Job) -> Sequence:
     return Sequence(index, [0] * job.num_prompt, job.num_prompt, StopRule(job.num_output), SamplingParams())
 
 
-def describe(served: Served, jobs: list[Arriving]) -> dict[str, Any]:
+def describe(served: Served, jobs: list[Job]) -> dict[str, Any]:
     assert len(served.finished) == len(jobs), "a request was never finished"
     longs = [served.first_token[i] for i, job in enumerate(jobs) if job.is_long]
     found: dict[str, Any] = {
@@ -147,7 +146,7 @@ def describe(served: Served, jobs: list[Arriving]) -> dict[str, Any]:
 
 
 def compare_policies(
-    jobs: list[Arriving], max_wait_steps: int, run: Callable[[list[Arriving], str, int | None], Served]
+    jobs: list[Job], max_wait_steps: int, run: Callable[[list[Job], str, int | None], Served]
 ) -> dict[str, Any]:
     return {
         name: describe(run(jobs, policy, max_wait_steps if aging else None), jobs)
@@ -155,11 +154,9 @@ def compare_policies(
     }
 
 
-def served_first(
-    run: Callable[[list[Arriving], str, int | None], Served], long_len: int, short_len: int
-) -> dict[str, str]:
+def served_first(run: Callable[[list[Job], str, int | None], Served], long_len: int, short_len: int) -> dict[str, str]:
     """A long prompt is submitted, then a short one, before the first step. Whose first token comes first?"""
-    jobs = [Arriving(0.0, long_len, 4, True), Arriving(0.0, short_len, 4, False)]
+    jobs = [Job(0.0, long_len, 4, True), Job(0.0, short_len, 4, False)]
     winners = {}
     for policy in ("fcfs", "sjf"):
         first_token = run(jobs, policy, None).first_token
@@ -167,7 +164,7 @@ def served_first(
     return winners
 
 
-def run_real(engine: Any, jobs: list[Arriving]) -> Served:
+def run_real(engine: Any, jobs: list[Job]) -> Served:
     """The same trace on a real engine, by the wall clock. All prompts differ, so none is found in the prefix cache."""
     rng = random.Random(0)
     served = Served()

@@ -35,6 +35,7 @@ from nanovllm.ranks.worker import Follower, open_executor
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.model_runner import InFlight
+from nanovllm.runner.probe import Probe
 from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.weights.checkpoint import Checkpoint
 
@@ -263,9 +264,8 @@ class RayExecutor:
     def decode_steps(self) -> int:
         return self._facts.decode_steps
 
-    @property
-    def num_parameters(self) -> int:
-        return self._facts.num_parameters
+    def probe(self) -> Probe:
+        return Probe(self.device, self.layout, self._facts.num_parameters)
 
     def describe(self) -> dict[str, Any]:
         return {**self._facts.described, "hosts": sorted({address for _, address, _ in self._places})}

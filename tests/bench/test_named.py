@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,9 @@ def test_a_typo_is_told(name: str) -> None:
         parse_workload(name)
 
 
-def test_experts_touched_are_counted_and_the_model_is_left_as_it_was(make_llm: Callable[..., LLM]) -> None:
+def test_experts_touched_are_counted_and_the_model_is_left_as_it_was(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One sequence touches top_k = 2 of 8 experts a layer; eight touch more; then nothing counts any more."""
     engine = make_llm(TINY_MIXTRAL).engine
     route = [layer.mlp.ops.route for layer in engine.executor.runner.model.layers]
@@ -77,3 +80,6 @@ def test_experts_touched_are_counted_and_the_model_is_left_as_it_was(make_llm: C
     assert one == 2
     assert 2 < many <= 8
     assert [layer.mlp.ops.route for layer in engine.executor.runner.model.layers] == route
+    elsewhere = replace(engine.executor.probe(), _runner=None)  # as with ray: nothing of the model is in this process
+    monkeypatch.setattr(engine.executor, "probe", lambda: elsewhere)
+    assert count_touched(engine, Workload(prompts[:1], [2]), 0.6) is None
