@@ -14,6 +14,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from nanovllm.bench.report import print_rows
 from nanovllm.bench.throughput import run_workload, warm_up
 from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
 from nanovllm.engine.llm_engine import LLMEngine
@@ -112,3 +113,17 @@ def compare_all(
     warm_up(engine, seed)
     run_hf(model, WorkloadShape(2, Lengths(24, 24), Lengths(4, 4)).draw(seed, engine.model_config.vocab_size))
     return {name: compare(engine, model, shape, seed, repeat) for name, shape in (shapes or SHAPES).items()}
+
+
+def print_comparison(found: dict[str, Any]) -> None:
+    columns = [
+        ("workload", "name"),
+        ("ours tok/s", "ours_tokens_per_second"),
+        ("hf tok/s", "hf_tokens_per_second"),
+        ("ratio", "ratio", "{:.2f}x"),
+        ("spread", "ratio_spread", "{0[0]:.2f}..{0[1]:.2f}"),
+        ("equal tokens", "equal_greedy_tokens", "{:.1%}"),
+        ("KV slots/token", "kv_slots_per_token", "{:.3f}"),
+        ("padded", "kv_slots_per_token_of_a_padded_batch", "{:.3f}"),
+    ]
+    print_rows("against Hugging Face generate", [{"name": name, **row} for name, row in found.items()], columns)

@@ -17,7 +17,7 @@ from nanovllm.attention.select import select_backend
 from nanovllm.bench.named import CEILINGS, decode_limit_seconds
 from nanovllm.bench.report import Series, plot_lines, print_table
 from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
-from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
+from nanovllm.bench.workload import Lengths, Workload, WorkloadShape, parse_counts
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
 from nanovllm.engine.llm_engine import LLMEngine
@@ -70,16 +70,6 @@ class LengthSweep:
         specs = attention_specs(model, device.resolve_dtype(config.dtype, model.dtype), Parallel())
         for name in self.backends:
             select_backend(name, specs, device, resolve_block_size(replace(config, attn_backend=name), device))
-
-
-def parse_counts(option: str, text: str, smallest: int) -> list[int]:
-    try:
-        values = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{option} {text!r}: write numbers with commas between them, for example 1,8,64") from None
-    if min(values) < smallest:
-        raise ConfigError(f"{option} {text!r}: must be at least {smallest} each")
-    return values
 
 
 FAILURES = (RuntimeError, MemoryError, ConfigError)  # OutOfMemoryError and EngineDeadError are RuntimeErrors

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.bench.crossover import parse_counts
-from nanovllm.bench.report import print_table
+from nanovllm.bench.report import print_rows
+from nanovllm.bench.workload import parse_counts
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
@@ -183,41 +183,30 @@ def measure_crossover(lab: Lab, lengths: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def measure(lab: Lab, shapes: dict[str, list[tuple[int, int]]], lengths: list[int]) -> dict[str, Any]:
+    ceilings = measure_ceilings(lab)
+    bandwidth = max(ceilings["read_bytes_per_second"], ceilings["copy_bytes_per_second"])
+    return {
+        "ceilings": ceilings,
+        "prefill": measure_shapes(lab, "prefill", shapes["prefill"], ceilings["matmul_flops"]),
+        "decode": measure_shapes(lab, "decode", shapes["decode"], bandwidth),
+        "crossover": measure_crossover(lab, lengths),
+    }
+
+
 def print_kernels(found: dict[str, Any]) -> None:
     read, copy, flops = (rate / 1e12 for rate in found["ceilings"].values())
     print(f"this card reads {read:.2f} TB/s, copies {copy:.2f} TB/s and multiplies {flops:.0f} TFLOP/s")
     for phase, unit in (("prefill", "TFLOP/s"), ("decode", "TB/s")):
-        print_table(
-            f"{phase}: microseconds",
-            ["batch x length", "triton", "SDPA, dense", unit, "of this card's"],
-            [
-                [
-                    row["shape"],
-                    *(_cell(row[name], 1e6) for name in ("triton_seconds", "sdpa_seconds")),
-                    _cell(row["rate"], 1e-12),
-                    "-" if row["rate"] is None else f"{row['share_of_limit']:.0%}",
-                ]
-                for row in found[phase]
-            ],
-        )
-    columns = ["length", "naive us", "flash us", "scores MiB", "naive launches: their grids", "flash"]
-    print_table(
-        "prefill of one sequence: scores in memory against flash",
-        columns,
-        [
-            [
-                row["length"],
-                *(_cell(row[name], 1e6) for name in ("naive_seconds", "flash_seconds")),
-                row["score_bytes"] / 2**20,
-                *(_grids(row[name]) for name in ("naive_grids", "flash_grids")),
-            ]
-            for row in found["crossover"]
-        ],
-    )
-
-
-def _cell(value: float | None, factor: float = 1.0) -> float | str:
-    return "OOM" if value is None else value * factor
+        columns = [("batch x length", "shape"), ("triton", "triton_seconds", 1e6), ("SDPA, dense", "sdpa_seconds", 1e6)]
+        columns += [(unit, "rate", 1e-12)]
+        columns += [("of this card's", lambda row: "-" if row["rate"] is None else f"{row['share_of_limit']:.0%}")]
+        print_rows(f"{phase}: microseconds", found[phase], columns, missing="OOM")
+    columns = [("length", "length"), ("naive us", "naive_seconds", 1e6), ("flash us", "flash_seconds", 1e6)]
+    columns += [("scores MiB", "score_bytes", 2**-20)]
+    columns += [("naive launches: their grids", lambda row: _grids(row["naive_grids"]))]
+    columns += [("flash", lambda row: _grids(row["flash_grids"]))]
+    print_rows("prefill of one sequence: scores in memory against flash", found["crossover"], columns, missing="OOM")
 
 
 def _grids(grids: list[int]) -> str:

@@ -29,10 +29,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.crossover import parse_counts
-from nanovllm.bench.report import Series, plot_lines, print_table
+from nanovllm.bench.report import Series, plot_lines, print_rows
 from nanovllm.bench.throughput import engine_facts
-from nanovllm.bench.workload import Lengths, make_workload
+from nanovllm.bench.workload import Lengths, make_workload, parse_counts
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_max_model_len
 from nanovllm.engine.llm_engine import LLMEngine
@@ -361,28 +360,20 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _number(value: float | None, factor: float = 1.0) -> float | str:
-    return "-" if value is None else value * factor
-
-
 def print_offload(title: str, num_experts: int, rows: Rows) -> None:
     columns = [
-        "cached",
-        "variant",
-        "tok/s",
-        "hits",
-        "MB missed/token",
-        "bound tok/s",
-        "of the bound",
-        "stalled",
-        "prefetch right",
-        "distinct",
+        ("cached", "cached", f"{{}} of {num_experts}"),
+        ("variant", "variant"),
+        ("tok/s", "tokens_per_second"),
+        ("hits", "hit_rate", "{:.1%}"),
+        ("MB missed/token", "missed_bytes_per_token", 1e-6),
+        ("bound tok/s", "bound_tokens_per_second"),
+        ("of the bound", "share_of_bound", "{:.0%}"),
+        ("stalled", "stall_share", "{:.0%}"),
+        ("prefetch right", "prefetch_precision", "{:.0%}"),
+        ("distinct", "distinct_experts"),
     ]
-    print_table(title, columns, [
-        [f"{row['cached']} of {num_experts}", row["variant"], row["tokens_per_second"], f"{row['hit_rate']:.1%}",
-         row["missed_bytes_per_token"] / 1e6, _number(row["bound_tokens_per_second"]), _percent(row["share_of_bound"]),
-         _percent(row["stall_share"]), _percent(row["prefetch_precision"]), row["distinct_experts"]] for row in rows
-    ])  # fmt: skip
+    print_rows(title, rows, columns)
     if not all(row["same_output"] for row in rows):
         print("the variants did not all give the same tokens")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nanovllm.bench.kernels import Heads, Lab, measure_ceilings
-from nanovllm.bench.report import print_table
+from nanovllm.bench.report import print_rows
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
@@ -243,26 +243,15 @@ def print_measured(found: dict[str, Any]) -> None:
         f"this card reads {limits['bytes_per_second'] / 1e12:.2f} TB/s and multiplies {limits['flops'] / 1e12:.0f} "
         f"TFLOP/s"
     )
-    columns = ["model", "tokens", "routing", "us", "experts touched", "GB/s of their weights", "of this card's"]
-    print_table("decode: one layer's experts", columns, [
-        [row["model"], row["tokens"], row["routing"], row["seconds"] * 1e6, row["distinct_experts"],
-         row["bytes_per_second"] / 1e9, f"{row['share_of_limit']:.0%}"] for row in found["decode"]
-    ])  # fmt: skip
-    columns = ["model", "tokens", "tiles us", "TFLOP/s", "of limit", "grouped us", "TFLOP/s", "of limit", "chosen"]
-    print_table("prefill: one layer's experts", columns, [
-        [row["model"], row["tokens"],
-         *(cell for name in ("tiles", "grouped") for cell in (
-             _cell(row[f"{name}_seconds"], 1e6), _cell(row[f"{name}_flops"], 1e-12), _percent(row[f"{name}_share"]))),
-         row["chosen"]] for row in found["prefill"]
-    ])  # fmt: skip
-
-
-def _cell(value: float | None, factor: float) -> float | str:
-    return "-" if value is None else value * factor
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+    columns = [("model", "model"), ("tokens", "tokens"), ("routing", "routing"), ("us", "seconds", 1e6)]
+    columns += [("experts touched", "distinct_experts"), ("GB/s of their weights", "bytes_per_second", 1e-9)]
+    columns += [("of this card's", "share_of_limit", "{:.0%}")]
+    print_rows("decode: one layer's experts", found["decode"], columns)
+    columns = [("model", "model"), ("tokens", "tokens")]
+    for name in ("tiles", "grouped"):
+        columns += [(f"{name} us", f"{name}_seconds", 1e6), ("TFLOP/s", f"{name}_flops", 1e-12)]
+        columns += [("of limit", f"{name}_share", "{:.0%}")]
+    print_rows("prefill: one layer's experts", found["prefill"], [*columns, ("chosen", "chosen")])
 
 
 # ---- tuning --------------------------------------------------------------------------------------------------------
@@ -384,8 +373,5 @@ def _spell(plan: Any) -> str | None:
 
 def print_tuned(rows: list[dict[str, Any]]) -> None:
     changed = [row for row in rows if row["plan"] != row["before"]]
-    print_table(
-        f"table of tiles: {len(changed)} of {len(rows)} entries changed",
-        ["model", "tokens", "before", "now"],
-        [[row["model"], row["tokens"], row["before"] or "the rule", row["plan"]] for row in changed],
-    )
+    columns = [("model", "model"), ("tokens", "tokens"), ("before", "before"), ("now", "plan")]
+    print_rows(f"table of tiles: {len(changed)} of {len(rows)} entries changed", changed, columns, missing="the rule")

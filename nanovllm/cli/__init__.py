@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.bench_sampling import bench_sampling
-from nanovllm.cli.bench_serve import bench_serve
 from nanovllm.cli.benches import bench
 from nanovllm.cli.compress import compress
 from nanovllm.cli.options import ENGINE, SAMPLING, Command, with_options
@@ -47,8 +45,6 @@ app.add_typer(bench)
 app.add_typer(compress, short_help="Low-rank experts: a smaller mixture of experts.")
 app.add_typer(trace)
 app.command()(serve)
-bench.command(name="serve")(bench_serve)
-bench.command(name="sampling")(bench_sampling)
 
 
 def print_version(wanted: bool) -> None:

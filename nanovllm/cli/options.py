@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -71,7 +71,7 @@ class OptionGroup:
     only_given: bool = False  # `build` gets the options of the command line and no defaults
 
     def parameters(self) -> list[inspect.Parameter]:
-        hints = get_type_hints(self.of)
+        hints = get_type_hints(self.of, include_extras=True)
         return [
             self._parameter(f.name, self.types.get(f.name, hints[f.name]), self.defaults.get(f.name, f.default))
             for f in dataclasses.fields(self.of)
@@ -79,6 +79,8 @@ class OptionGroup:
         ]
 
     def _parameter(self, name: str, kind: Any, default: Any) -> inspect.Parameter:
+        if get_origin(kind) is Annotated:  # the field declares its option itself
+            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         settings: dict[str, Any] = {"help": self.help.get(name, ""), "rich_help_panel": self.title}
         settings["hidden"] = self.common is not None and name not in self.common
         settings["metavar"] = None if kind is bool else METAVARS[kind]

@@ -13,8 +13,7 @@ import typer
 
 from nanovllm import __version__
 from nanovllm.cli import app
-from nanovllm.cli.bench_serve import LOAD
-from nanovllm.cli.benches import MOE
+from nanovllm.cli.bench_options import LOAD, MOE
 from nanovllm.cli.options import ENGINE, SAMPLING
 from nanovllm.cli.plan import PLAN
 from nanovllm.cli.serve import SERVER
