@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.attention.select import select_backend
-from nanovllm.bench.named import CEILINGS, decode_limit_seconds
+from nanovllm.bench.named import CEILINGS, decode_limit_seconds, facts_of
 from nanovllm.bench.report import Series, plot_lines, print_table
 from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
 from nanovllm.bench.workload import Lengths, Workload, WorkloadShape, parse_counts
@@ -168,12 +168,11 @@ def _draw(engine: LLMEngine, batch: int, length: int, new: int, turn: int) -> Wo
 
 
 def _share(engine: LLMEngine, batch: int, length: int, rate: float) -> dict[str, float]:
-    probe = engine.executor.probe()
-    ceiling = CEILINGS.get(probe.device.name)
+    ceiling = CEILINGS.get(engine.executor.probe().device.name)
     if ceiling is None:
         return {}
     workload = Workload([[0] * length] * batch, [length] * batch)
-    seconds = decode_limit_seconds(workload, engine.model_config, probe.num_parameters, ceiling)
+    seconds = decode_limit_seconds(workload, facts_of(engine), ceiling)
     limit = batch * (length - 1) / seconds
     return {"limit": limit, "share_of_limit": rate / limit}
 

@@ -152,9 +152,8 @@ class Talk:
 
 def decode_cost(model: ModelFacts, topology: Topology, machine: Machine, batch: int, context: int) -> Cost:
     """One token for each of `batch` sequences that have `context` tokens. `model`: facts of one rank."""
-    read = _weights_read(model, batch) + batch * context * model.kv_bytes_per_token
-    read += _matrix_bytes(model)  # the head
-    flops = 2 * batch * (_weights_used(model) + _matrix_bytes(model)) / model.itemsize
+    read = weights_read(model, batch) + batch * context * model.kv_bytes_per_token
+    flops = 2 * batch * (weights_used(model) + head_bytes(model)) / model.itemsize
     flops += _attention_flops(model, batch, context)
     return _cost(model, topology, machine, read, flops, (batch, batch))
 
@@ -162,9 +161,8 @@ def decode_cost(model: ModelFacts, topology: Topology, machine: Machine, batch: 
 def prefill_cost(model: ModelFacts, topology: Topology, machine: Machine, num_prompts: int, length: int) -> Cost:
     """All prompts in one step; a token for each at its end."""
     num_tokens = num_prompts * length
-    read = _weights_read(model, num_tokens) + _matrix_bytes(model)
-    flops = 2 * num_tokens * _weights_used(model) / model.itemsize
-    flops += 2 * num_prompts * _matrix_bytes(model) / model.itemsize
+    read = weights_read(model, num_tokens)
+    flops = 2 * (num_tokens * weights_used(model) + num_prompts * head_bytes(model)) / model.itemsize
     flops += _attention_flops(model, num_tokens, length / 2)  # a token sees those before it: half of them on average
     return _cost(model, topology, machine, read, flops, (num_tokens, num_prompts))
 
@@ -193,25 +191,26 @@ def _cost(
     )
 
 
-def _matrix_bytes(model: ModelFacts) -> int:
-    """The embedding, or the head: a rank's part."""
+def head_bytes(model: ModelFacts) -> int:
+    """A rank's part of the head; the embedding is as large."""
     return model.vocab_rows * model.config.hidden_size * model.itemsize
 
 
 def _body_bytes(model: ModelFacts) -> int:
     """Dense weights between the embedding and the head."""
-    return model.dense_bytes - _matrix_bytes(model) * (1 if model.config.tie_word_embeddings else 2)
+    return model.dense_bytes - head_bytes(model) - model.embedding_bytes
 
 
-def _weights_read(model: ModelFacts, num_tokens: int) -> float:
-    """Experts: those that even routing touches; spread ones are on one rank each, so a rank reads its share of them."""
+def weights_read(model: ModelFacts, num_tokens: int) -> float:
+    """Bytes that a step of so many tokens reads. Experts: those that even routing touches; spread ones are on one rank
+    each, so a rank reads its share of them."""
     moe = model.config.moe
     touched = distinct_experts(moe.num_experts, moe.top_k, num_tokens) / model.expert_size if moe else 0.0
-    return _body_bytes(model) + touched * sum(model.layer_bytes)
+    return _body_bytes(model) + head_bytes(model) + touched * sum(model.layer_bytes)
 
 
-def _weights_used(model: ModelFacts) -> float:
-    """By one token, in bytes. Of k experts, spread evenly, a rank computes k / e on average."""
+def weights_used(model: ModelFacts) -> float:
+    """By one token, in bytes, without the head. Of k experts, spread evenly, a rank computes k / e on average."""
     return _body_bytes(model) + model.top_k / model.expert_size * sum(model.layer_bytes)
 
 

@@ -89,7 +89,7 @@ class LocalExecutor:
         return None if self.offload is None else self.offload.stats()
 
     def probe(self) -> Probe:
-        return Probe(self.device, self.layout, self.num_parameters, self.runner, self.offload)
+        return Probe(self.device, self.layout, self.runner, self.offload)
 
     def launch(self, plan: StepPlan) -> InFlight:
         flight = self._guard(lambda: self.runner.launch(plan))

@@ -77,7 +77,6 @@ class Facts:
     layout: CacheLayout
     overlap: int
     decode_steps: int
-    num_parameters: int
     has_offload: bool
     described: dict[str, Any]
 
@@ -119,7 +118,6 @@ class RayRank:
             executor.layout,
             executor.overlap,
             executor.decode_steps,
-            executor.num_parameters,
             executor.expert_stats() is not None,
             executor.describe(),
         )
@@ -265,7 +263,7 @@ class RayExecutor:
         return self._facts.decode_steps
 
     def probe(self) -> Probe:
-        return Probe(self.device, self.layout, self._facts.num_parameters)
+        return Probe(self.device, self.layout)
 
     def describe(self) -> dict[str, Any]:
         return {**self._facts.described, "hosts": sorted({address for _, address, _ in self._places})}

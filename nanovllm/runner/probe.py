@@ -39,7 +39,6 @@ class Route:
 class Probe:
     device: Device
     layout: CacheLayout
-    num_parameters: int  # of this rank
     _runner: ModelRunner | None = None  # None: the model is in other processes (ray)
     _offload: Offload | None = None  # None: experts stay on the device
 

@@ -13,10 +13,10 @@ from nanovllm import LLM
 from nanovllm.bench.named import CEILINGS, count_touched, limit_seconds, parse_workload
 from nanovllm.bench.workload import Workload
 from nanovllm.errors import ConfigError
+from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "benchmarks/models"
-PARAMETERS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "mixtral-8x7b": 46_702_792_704}
 TINY_MIXTRAL = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
 
 
@@ -57,7 +57,7 @@ def test_limits_are_the_published_ones(model: str, name: str, limit: float) -> N
     config = ModelConfig.from_hf(json.loads((MODELS / model / "config.json").read_text()))
     workload, is_prefill = parse_workload(name)
     tokens = workload.num_prompt_tokens if is_prefill else workload.num_output_tokens
-    found = tokens / limit_seconds(workload, config, PARAMETERS[model], CEILINGS["NVIDIA H200"])
+    found = tokens / limit_seconds(workload, ModelFacts(config), CEILINGS["NVIDIA H200"])
     # Of Mixtral's prompts the published limit also has the head's product for every token, which nobody needs.
     assert found == pytest.approx(limit, rel=0.015 if is_prefill and config.moe else 0.005)
 
