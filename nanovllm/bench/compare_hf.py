@@ -14,7 +14,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from nanovllm.bench.report import print_rows
+from nanovllm.bench.report import Columns, print_rows
 from nanovllm.bench.throughput import run_workload, warm_up
 from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
 from nanovllm.engine.llm_engine import LLMEngine
@@ -34,13 +34,14 @@ def load_hf(name: str, dtype: torch.dtype, device: torch.device) -> Any:
 
     transformers 5 keeps the experts of a layer in one tensor, under another name than files do: only `from_pretrained`
     renames and merges them."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     checkpoint = open_checkpoint(resolve_model(name))
     try:
         fields = {key: value for key, value in checkpoint.config.items() if key not in DROPPED}
         config = transformers.AutoConfig.for_model(checkpoint.config["model_type"], **fields)
-        family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         tensors = {key: checkpoint.read(key) for key in checkpoint.names()}
         model, found = family.from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
@@ -116,7 +117,7 @@ def compare_all(
 
 
 def print_comparison(found: dict[str, Any]) -> None:
-    columns = [
+    columns: Columns = [
         ("workload", "name"),
         ("ours tok/s", "ours_tokens_per_second"),
         ("hf tok/s", "hf_tokens_per_second"),

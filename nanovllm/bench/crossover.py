@@ -43,10 +43,11 @@ class LengthSweep:
 
     @classmethod
     def parse(cls, backends: str, batch_sizes: str, input_lens: str) -> LengthSweep:
-        names = [name.strip() for name in backends.split(",")]
+        names = dict.fromkeys(name.strip() for name in backends.split(","))  # each once
+        batches = dict.fromkeys(parse_counts("--batch-sizes", batch_sizes, 1))
         # The first new token comes with the prompt: a decode step needs a second one.
-        counts = parse_counts("--batch-sizes", batch_sizes, 1), parse_counts("--input-lens", input_lens, 2)
-        return cls(*(tuple(dict.fromkeys(values)) for values in (names, *counts)))  # each once
+        lengths = dict.fromkeys(parse_counts("--input-lens", input_lens, 2))
+        return cls(tuple(names), tuple(batches), tuple(lengths))
 
     def check(self, config: EngineConfig) -> None:
         """What can be known without loading weights is said before a run of many minutes begins."""
@@ -97,7 +98,7 @@ def measure_backend(
     config: EngineConfig, sweep: LengthSweep, repeat: int
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     shapes = [(batch, length) for batch in sweep.batch_sizes for length in sweep.input_lens]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "backend": config.attn_backend,
             "attn_backend": None,
@@ -213,9 +214,9 @@ def print_tables(sweep: LengthSweep, rows: list[dict[str, Any]]) -> None:
 def _winner(line: list[dict[str, Any]], names: dict[str, str]) -> tuple[str, str]:
     """(the fastest, how much faster than the next), as far as there are any that ran."""
     ran = [row for row in line if row["decode_tokens_per_second"] is not None]
-    first, *others = sorted(ran, key=lambda row: -row["decode_tokens_per_second"]) or [None]
-    speedup = f"{first['decode_tokens_per_second'] / others[0]['decode_tokens_per_second']:.2f}x" if others else "-"
-    return ("-" if first is None else names[first["backend"]]), speedup
+    ran.sort(key=lambda row: -row["decode_tokens_per_second"])
+    first, second = (row["decode_tokens_per_second"] for row in ran[:2]) if len(ran) > 1 else (None, None)
+    return names[ran[0]["backend"]] if ran else "-", f"{first / second:.2f}x" if first else "-"
 
 
 def plot_sweep(path: Any, sweep: LengthSweep, rows: list[dict[str, Any]]) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.bench.report import print_rows
+from nanovllm.bench.report import Columns, print_rows
 from nanovllm.bench.workload import parse_counts
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
@@ -62,6 +63,17 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: t
     return scores.masked_fill_(hidden, float("-inf")).softmax(-1) @ v
 
 
+def replay_seconds(calls: Calls, device: Device) -> float:
+    """Of one of the calls, all captured in one graph."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    replay, _ = capture_graph(run, None)
+    return time_on_device(replay, device) / len(calls)
+
+
 @dataclass(frozen=True)
 class Lab:
     """Builds the inputs of a measurement and gives the calls to time."""
@@ -95,7 +107,8 @@ class Lab:
         layers = [self.paged(batch, length) for _ in range(self.num_layers(batch, length))]
         q = self.rand(batch, self.heads.num_q, self.heads.size)
         out, scale, launch = torch.empty_like(q), self.heads.size**-0.5, launch_for(q, self.heads.num_kv, length)
-        return [lambda layer=layer: decode_attention(q, *layer, scale, launch, out=out) for layer in layers]
+        attend = partial(decode_attention, scale=scale, launch=launch, out=out)
+        return [partial(attend, q, *layer) for layer in layers]
 
     def dense(self, batch: int, length: int, num_new: int) -> Calls:
         """PyTorch's best for the same numbers, in the layout it wants: no blocks, one length."""
@@ -105,7 +118,8 @@ class Lab:
             self.rand(2, batch, self.heads.num_kv, length, self.heads.size)
             for _ in range(1 if causal else self.num_layers(batch, length))
         ]
-        return [lambda kv=kv: scaled_dot_product_attention(q, *kv, is_causal=causal, enable_gqa=True) for kv in layers]
+        attend = partial(scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
+        return [partial(attend, q, *kv) for kv in layers]
 
     def naive(self, length: int) -> Calls:
         q, k, v = (self.rand(1, self.heads.num_q, length, self.heads.size) for _ in range(3))
@@ -124,19 +138,11 @@ class Lab:
     def seconds(self, build: Callable[..., Calls], *sizes: int) -> float | None:
         """Of one call; None: it does not fit."""
         try:
-            return self._replay_seconds(build(*sizes))
+            return replay_seconds(build(*sizes), self.device)
         except torch.OutOfMemoryError:
             return None
         finally:
             self.device.release_cached()
-
-    def _replay_seconds(self, calls: Calls) -> float:
-        def run() -> None:
-            for call in calls:
-                call()
-
-        replay, _ = capture_graph(run, None)
-        return time_on_device(replay, self.device) / len(calls)
 
 
 def measure_ceilings(lab: Lab) -> dict[str, float]:
@@ -198,7 +204,11 @@ def print_kernels(found: dict[str, Any]) -> None:
     read, copy, flops = (rate / 1e12 for rate in found["ceilings"].values())
     print(f"this card reads {read:.2f} TB/s, copies {copy:.2f} TB/s and multiplies {flops:.0f} TFLOP/s")
     for phase, unit in (("prefill", "TFLOP/s"), ("decode", "TB/s")):
-        columns = [("batch x length", "shape"), ("triton", "triton_seconds", 1e6), ("SDPA, dense", "sdpa_seconds", 1e6)]
+        columns: Columns = [
+            ("batch x length", "shape"),
+            ("triton", "triton_seconds", 1e6),
+            ("SDPA, dense", "sdpa_seconds", 1e6),
+        ]
         columns += [(unit, "rate", 1e-12)]
         columns += [("of this card's", lambda row: "-" if row["rate"] is None else f"{row['share_of_limit']:.0%}")]
         print_rows(f"{phase}: microseconds", found[phase], columns, missing="OOM")

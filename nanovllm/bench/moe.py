@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.report import Series, plot_lines, print_rows
+from nanovllm.bench.report import Columns, Series, plot_lines, print_rows
 from nanovllm.bench.throughput import engine_facts
 from nanovllm.bench.workload import Lengths, make_workload, parse_counts
 from nanovllm.config import EngineConfig
@@ -361,7 +361,7 @@ def _percent(value: float | None) -> str:
 
 
 def print_offload(title: str, num_experts: int, rows: Rows) -> None:
-    columns = [
+    columns: Columns = [
         ("cached", "cached", f"{{}} of {num_experts}"),
         ("variant", "variant"),
         ("tok/s", "tokens_per_second"),

@@ -65,9 +65,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def print_rows(
-    title: str, rows: Iterable[Mapping[str, Any]], columns: Sequence[tuple[Any, ...]], missing: str = "-"
-) -> None:
+Columns = list[tuple[Any, ...]]
+
+
+def print_rows(title: str, rows: Iterable[Mapping[str, Any]], columns: Columns, missing: str = "-") -> None:
     """Columns: (heading, key) or (heading, key, how to show it: a factor or a format). "a.b" is a key of a key's
     value; a key may be a function of the row too. `missing` stands for None."""
 

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from nanovllm.bench.report import print_rows, summary
+from nanovllm.bench.report import Columns, print_rows, summary
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
@@ -186,7 +186,7 @@ def served_first(machine: TraceMachine, long_len: int, short_len: int) -> dict[s
 
 
 def print_policies(found: dict[str, Any], trace: TrafficShape) -> None:
-    columns = [("seconds", "name"), ("TTFT mean", "ttft.mean"), ("p50", "ttft.p50"), ("p99", "ttft.p99")]
+    columns: Columns = [("seconds", "name"), ("TTFT mean", "ttft.mean"), ("p50", "ttft.p50"), ("p99", "ttft.p99")]
     columns += [("e2e mean", "e2e.mean"), ("p50", "e2e.p50"), ("p99", "e2e.p99")]
     columns += [("long: mean", "ttft_of_long.mean"), ("max", "ttft_of_long.max"), ("passed over", "passed")]
     rows = [{"name": name, "passed": row.get("most_steps_passed_over"), **row} for name, row in found.items()]

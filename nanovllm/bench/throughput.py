@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
 from nanovllm.errors import EngineDeadError
+from nanovllm.outputs import RequestDelta
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def run_workload(
     stats = engine.stats
     stats.peak_blocks, stats.peak_waste = 0, 1.0
     prefill_before = stats.prefill_seconds
-    generated_before, done = stats.generated_tokens, {}
+    generated_before = stats.generated_tokens
+    done: dict[str, RequestDelta] = {}
     with tqdm(total=workload.num_output_tokens, desc=title, unit="tok", disable=None, leave=False) as bar:
         started = time.perf_counter()
         for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens)):

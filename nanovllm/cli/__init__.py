@@ -200,10 +200,10 @@ def read_text(file: str) -> str:
 
 def read_stdin() -> str:
     """Decoded in one piece: Python reads it in several, and counts from the beginning of each where it is wrong."""
-    buffer = getattr(sys.stdin, "buffer", None)
+    buffer: Any = getattr(sys.stdin, "buffer", None)
     if buffer is None:  # some other object, put there by a program
         return sys.stdin.read()
-    text = buffer.read().decode(sys.stdin.encoding or "utf-8")
+    text: str = buffer.read().decode(sys.stdin.encoding or "utf-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -273,7 +273,7 @@ def as_record(output: RequestOutput) -> dict[str, Any]:
     return record
 
 
-for commands in (app, *(group.typer_instance for group in app.registered_groups)):
+for commands in (app, bench, compress, trace):
     for registered in commands.registered_commands:
         registered.cls = Command
 

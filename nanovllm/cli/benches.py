@@ -16,7 +16,8 @@ import typer
 
 from nanovllm.bench import report
 from nanovllm.bench.serve import Load
-from nanovllm.cli.bench_options import LOAD, MOE, REQUESTS, MoeOptions, Outcome, RequestOptions, bench, bench_command
+from nanovllm.cli.bench_options import LOAD, MOE, REQUESTS, MoeOptions, Outcome, RequestOptions, bench_command
+from nanovllm.cli.bench_options import bench as bench
 from nanovllm.cli.options import ENGINE
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
@@ -294,6 +295,11 @@ def sampling(
     with outcome.engine(config) as engine:
         warm_up(engine)
         rows = [measure_case(engine, CASES[name], outcome.repeat) for name in names]
-    columns = [("case", "case"), ("tok/s", "tokens_per_second"), ("plain tok/s", "plain"), ("share", "share", "{:.3f}")]
+    columns: report.Columns = [
+        ("case", "case"),
+        ("tok/s", "tokens_per_second"),
+        ("plain tok/s", "plain"),
+        ("share", "share", "{:.3f}"),
+    ]
     report.print_rows("sampling", rows, columns)
     outcome.finish("sampling", rows)

@@ -138,6 +138,11 @@ HELP_ALL = inspect.Parameter(
 CONTEXT = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
+def is_given(ctx: typer.Context, option: str) -> bool:
+    source = ctx.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
 def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace each named parameter of a command by the options of its group. A command may have a `ctx` too."""
 
@@ -151,8 +156,7 @@ def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Calla
             for name, group in groups.items():
                 chosen = {option.name: values.pop(option.name) for option in added[name]}
                 if group.only_given:
-                    sources = {option: ctx.get_parameter_source(option).name for option in chosen}
-                    chosen = {option: value for option, value in chosen.items() if sources[option] != "DEFAULT"}
+                    chosen = {option: value for option, value in chosen.items() if is_given(ctx, option)}
                 built[name] = group.build(chosen)
             values.pop(HELP_ALL.name, None)
             if CONTEXT.name in own:
