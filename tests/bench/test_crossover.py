@@ -224,13 +224,6 @@ def test_the_decode_limit_is_the_rest_of_the_limit(tiny: Any) -> None:
     assert rest > 0
 
 
-def test_drawing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "out.png"
-    report.plot_lines(file, "batch", {"tok/s": {"a": {"x": [(1, 2.0), (8, 9.0)], "empty": []}, "b": {"x": [(1, 3.0)]}}})
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 def test_an_axis_is_logarithmic_where_one_line_would_flatten_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

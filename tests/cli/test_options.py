@@ -120,6 +120,7 @@ def test_every_option_is_explained() -> None:
         names = {f.name for f in dataclasses.fields(group.of)} - group.skipped
         assert (group.common or names) <= names
         assert set(group.help) == names, "an option without help, or help without an option"
+        assert all(group.help.values())
 
 
 def test_defaults_are_those_of_the_config() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +78,6 @@ def test_bytes_by_hand(name: str, dense: int, expert: int, num_experts: int, kv:
     assert model.kv_bytes_per_token == kv
 
 
-def test_the_figures_everyone_quotes() -> None:
-    assert round(MIXTRAL.dense_bytes / 1e9, 1) == 3.2
-    assert round(MIXTRAL.expert_bytes / 1e6, 1) == 352.3
-    assert round(MIXTRAL.all_experts_bytes / 1e9, 1) == 90.2
-    assert 30.4e9 < (QWEN.dense_bytes + QWEN.all_experts_bytes) / 2 < 30.6e9  # "30B"
-
-
 def tiny_config(architecture: str, **more: Any) -> dict[str, Any]:
     return {
         "architectures": [architecture],
@@ -147,11 +138,6 @@ def test_step_bytes_by_hand() -> None:
     assert MIXTRAL.step_bytes(256, 256) == always + 256 * 32000 * 10
     dense = facts("qwen3-8b")
     assert dense.step_bytes(2048, 1) == 3 * 2048 * 4096 * 2 + (40960 + 2048) * 512 + 2048 * 3 * 12288 * 2
-
-
-def test_no_torch() -> None:
-    code = "import sys, nanovllm.memory.budget, nanovllm.memory.speed; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- resident or offload -------------------------------------------------------------------------------------------
