@@ -26,7 +26,7 @@ SHAPES = {
     "1 prompt": WorkloadShape(1, Lengths(32, 32), Lengths(64, 64)),
     "16 prompts": WorkloadShape(16, Lengths(32, 256), Lengths(64, 64)),
 }
-DROPPED = ("model_type", "dtype", "torch_dtype", "auto_map")  # said otherwise, or code we never run
+DROPPED = ("model_type", "dtype", "torch_dtype", "auto_map")  # given in other ways, or code that is never run
 
 
 def load_hf(name: str, dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,8 +1,8 @@
 """Where one attention backend overtakes another: decode tokens per second over backends, batch sizes and lengths.
 
 Every cell of the table runs `batch` prompts of `length` random tokens to `length` new ones each. Only steps that do
-nothing but decode are counted, so a backend that is slow at prompts is not blamed here for it. A cell that does not
-fit says OOM, and the run goes on. One engine serves all cells of a backend. With several backends, Winner is the
+nothing but decode are counted, so how fast a backend reads prompts does not count here. A cell that does not
+fit shows OOM, and the run goes on. One engine serves all cells of a backend. With several backends, Winner is the
 fastest of a row and Speedup how many times as fast it is as the next.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from nanovllm.attention.select import select_backend
 from nanovllm.bench.named import CEILINGS, decode_limit_seconds, facts_of
 from nanovllm.bench.report import Series, plot_lines, print_table
-from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
+from nanovllm.bench.throughput import engine_facts, read_config, run_workload, warm_up
 from nanovllm.bench.workload import Lengths, Workload, WorkloadShape, parse_counts
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
@@ -25,10 +25,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device, is_out_of_memory
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.utilisation import sampled
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.transformer import attention_specs
-from nanovllm.weights.checkpoint import open_checkpoint
-from nanovllm.weights.resolve import resolve_model
 
 TEMPERATURE = 0.6
 OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "no room for the KV cache", "GiB are left")
@@ -50,12 +47,8 @@ class LengthSweep:
         return cls(tuple(names), tuple(batches), tuple(lengths))
 
     def check(self, config: EngineConfig) -> None:
-        """What can be known without loading weights is said before a run of many minutes begins."""
-        checkpoint = open_checkpoint(resolve_model(config.model))
-        try:
-            model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        finally:
-            checkpoint.close()
+        """What can be checked without loading weights is refused before a run of many minutes begins."""
+        model = read_config(config.model)
         limit, longest = resolve_max_model_len(config, model), max(self.input_lens)
         if 2 * longest > limit:
             raise ConfigError(
@@ -134,7 +127,7 @@ def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dic
     device, layout = engine.executor.probe().device, engine.executor.probe().layout
     needed = batch * -(-2 * length // layout.block_size)
     if needed > layout.num_blocks:
-        # The engine would let some wait and run the others: another batch size than the table says.
+        # The engine would let some wait and run the others: another batch size than the table has.
         return {"oom": f"{needed} blocks of KV cache are needed, there are {layout.num_blocks}"}
     try:
         # A few tokens first: kernels and buffers of this shape, and what does not fit fails sooner.

@@ -111,7 +111,7 @@ class Lab:
         return [partial(attend, q, *layer) for layer in layers]
 
     def dense(self, batch: int, length: int, num_new: int) -> Calls:
-        """PyTorch's best for the same numbers, in the layout it wants: no blocks, one length."""
+        """PyTorch's best for the same numbers, on dense tensors: no blocks, one length."""
         causal = num_new > 1
         q = self.rand(batch, self.heads.num_q, num_new, self.heads.size)
         layers = [

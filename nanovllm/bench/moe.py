@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from nanovllm.bench.report import Columns, Series, plot_lines, print_rows
-from nanovllm.bench.throughput import engine_facts
+from nanovllm.bench.throughput import engine_facts, read_config
 from nanovllm.bench.workload import Lengths, make_workload, parse_counts
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_max_model_len
@@ -45,13 +45,12 @@ from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
 VARIANTS = {"none": ("none", False), "lru": ("lru", False), "lfu": ("lfu", False), "lfu + prefetch": ("lfu", True)}
 PARTS = ("kernels", "offload")
 ROUTINGS = ("model", "spread")
-WARM_UP_TOKENS = 12  # enough for the medians by which prefetching knows the idle time of the link
+WARM_UP_TOKENS = 12  # enough for the medians of the link's idle time, which prefetching uses
 Rows = list[dict[str, Any]]
 
 
@@ -68,11 +67,7 @@ def choose_parts(asked: str | None, has_gpu: bool, has_model: bool) -> list[str]
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    checkpoint = open_checkpoint(resolve_model(config.model))
-    try:
-        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-    finally:
-        checkpoint.close()
+    model = read_config(config.model)
     if model.moe is None:
         raise ConfigError(
             f"--model {config.model}: {model.architecture} is dense, it has no experts to measure; give a "
@@ -94,7 +89,7 @@ class CacheSweep:
     def parse(
         cls, config: EngineConfig, model: ModelConfig, sizes: tuple[str, int, int], routing: str | None
     ) -> CacheSweep:
-        """sizes = (cached, tokens, input_len), as the options say them."""
+        """sizes = (cached, tokens, input_len), as the options give them."""
         assert model.moe is not None
         cached, num_tokens, input_len = sizes
         counts = sorted(set(parse_counts("--cached", cached, 0)))
@@ -123,7 +118,7 @@ class CacheSweep:
 @contextlib.contextmanager
 def with_layers(config: EngineConfig, num_layers: int | None) -> Iterator[EngineConfig]:
     """The same model with fewer layers, for a host whose memory cannot hold all experts. All layers are alike, so the
-    share of the bound says the same; tokens per second do not."""
+    share of the bound is the same; tokens per second are not."""
     if num_layers is None:
         yield config
         return
@@ -167,17 +162,17 @@ EngineFor = Callable[[int, str], LLMEngine]
 
 
 def offload_config(config: EngineConfig, model: ModelConfig, cached: int, variant: str) -> EngineConfig:
-    """Slots for `cached` experts in every layer and a ring of 2 x top_k, to the byte: powers of two divide exactly."""
+    """Buffers for `cached` experts of every layer and a ring of 2 x top_k, to the byte: powers of 2 divide exactly."""
     facts = ModelFacts(model, _dtype(config, model).itemsize, forms=low_rank_forms(Path(config.model), model))
-    num_slots = cached * facts.num_sparse_layers + 2 * facts.top_k
+    num_buffers = cached * facts.num_sparse_layers + 2 * facts.top_k
     policy, prefetch = VARIANTS[variant]
     return replace(
         config,
         expert_placement="offload",
-        expert_cache_gb=num_slots * facts.expert_bytes / GIB,
+        expert_cache_gb=num_buffers * facts.expert_bytes / GIB,
         expert_policy=policy,
         expert_prefetch=prefetch,
-        enable_prefix_caching=False,  # a prompt's experts are counted when it is computed, whoever asked before
+        enable_prefix_caching=False,  # a prompt found in the cache would compute no experts
         max_num_seqs=1,
         skip_tokenizer_init=True,
     )
@@ -190,7 +185,7 @@ def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 @contextlib.contextmanager
 def one_engine(config: EngineConfig, model: ModelConfig, sweep: CacheSweep) -> Iterator[EngineFor]:
     """One engine serves all rows, with room for the most cached experts: to lock host memory for all experts takes
-    longer than a row. With fewer cached the slots beyond are left alone."""
+    longer than a row. With fewer cached the buffers beyond are not used."""
     assert model.moe is not None
     num_layers = sum(model.moe.layers)
     with LLMEngine(offload_config(config, model, sweep.cached[-1], "lfu + prefetch")) as engine:
@@ -282,7 +277,7 @@ def measure_offload(
 
 
 def check_slots(engine: LLMEngine, cached: int) -> dict[str, int]:
-    """The table says how many experts were cached: so many there must be."""
+    """The number of cached experts in the table is that of the engine."""
     moe, experts = engine.model_config.moe, engine.describe()["runs_on"]["experts"]
     assert moe is not None
     found = {name: experts[name] for name in ("cached_slots", "streaming_slots", "on_disk")}

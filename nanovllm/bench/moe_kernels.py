@@ -5,7 +5,7 @@ multiplies 3 * H * I weights for every pair: its limit is a large matrix product
 makes it, sorting included, in a captured graph. Every call of a graph has a routing of its own, so that over the graph
 more weights are read than the L2 cache holds.
 
-Routings: "uniform" (every token draws its experts alike), "concentrated" (all tokens of a call want the same k).
+Routings: "uniform" (every token draws its experts alike), "concentrated" (all tokens of a call choose the same k).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 Rows = list[dict[str, Any]]
 ROUTINGS = ("uniform", "concentrated")
-MEETING_TOKENS = 256  # batches of decodes may all want the same experts; the tokens of a long prompt never do
+MEETING_TOKENS = 256  # batches of decodes may all choose the same experts; the tokens of a long prompt never do
 WORTH = 0.98  # of the rule's time: less is within the noise of the clock
 TUNED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 
@@ -221,7 +221,7 @@ def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ..
 
 
 def try_seconds(lab: MoeLab, calls: Calls) -> float | None:
-    """None: this cut does not fit the card, or PyTorch's product does not know it."""
+    """None: this cut does not fit the card, or PyTorch's product does not take it."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -285,7 +285,7 @@ def tune(shapes: tuple[KernelShape, ...], device: Device, tokens: tuple[int, ...
     """Entries for the table of tiles, for `moe_tiles.write_table`: the best choice for each number of tokens.
 
     A choice is judged by how its times compare with the rule's, averaged over two routings: every token draws its own
-    experts, all want the same. Judged by the first alone, 64 tokens of Mixtral got a block of 32 rows: 5 % faster
+    experts, all choose the same. Judged by the first alone, 64 tokens of Mixtral got a block of 32 rows: 5 % faster
     there, 50 % slower where all meet (H200). The two products are timed apart, each with its own tile; they share
     BLOCK_M, as rows are sorted once.
     """
@@ -341,8 +341,8 @@ class Judge:
 
 
 def tune_table(shapes: tuple[KernelShape, ...], device: Device, path: Path | None = None) -> list[dict[str, Any]]:
-    """Tunes, writes the table of tiles, and says what it now holds for these shapes: one row a number of tokens, with
-    the choice that stood there before (None: no entry, the rule decided)."""
+    """Tunes, writes the table of tiles, and returns what it now holds for these shapes: a row a number of tokens,
+    with the choice that stood there before (None: no entry, the rule decided)."""
     from nanovllm.ops.triton import moe_tiles
 
     path = path or moe_tiles.TABLE

@@ -6,7 +6,7 @@
 
 The limit of a workload on a card: weights and KV read once per decode step at the card's read bandwidth, or its
 arithmetic at the card's matrix rate, whichever takes longer, added up over all steps. No engine can be faster, so the
-share of it says how much is left to win.
+share of it shows how much is left to win.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table for people, then one line of JSON for tools that says where and when.
+"""What every benchmark prints: a table for people, then one line of JSON for tools, with place and date.
 
 No torch here: versions come from the installed packages' metadata.
 """

@@ -145,7 +145,9 @@ class ServerUnderTest:
         return cls(url, headers, {"model": load.model or find_model(url, headers), **body})
 
 
-async def ask(client: Any, server: ServerUnderTest, prompt: Any, num_tokens: int, seed: int) -> tuple[list[float], Any]:
+async def send_request(
+    client: Any, server: ServerUnderTest, prompt: Any, num_tokens: int, seed: int
+) -> tuple[list[float], Any]:
     """(when each event with text came, usage). Raises on anything but a whole stream."""
     body = {**server.body, "prompt": prompt, "max_tokens": num_tokens, "seed": seed}
     came, usage, done = [], None, False
@@ -177,7 +179,7 @@ async def _send_at(client: Any, server: ServerUnderTest, at: float, prompt: Any,
     await asyncio.sleep(max(0.0, at - time.perf_counter()))
     seen = Seen(send_delay=time.perf_counter() - at)
     try:
-        came, usage = await ask(client, server, prompt, num_tokens, seed)
+        came, usage = await send_request(client, server, prompt, num_tokens, seed)
     except Exception as error:
         seen.error = f"{type(error).__name__}: {error}"[:200]
         return seen
@@ -198,7 +200,9 @@ async def _run(server: ServerUnderTest, load: Load) -> tuple[list[Seen], float]:
     times = load.send_times(rng)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=limits, timeout=load.timeout) as client:
-        await ask(client, server, prompts[0], 2, seed)  # connects, warms up, and fails at once if anything is wrong
+        await send_request(
+            client, server, prompts[0], 2, seed
+        )  # connects, warms up, and fails at once if anything is wrong
         start = time.perf_counter() + 0.05
         work = [
             _send_at(client, server, start + at, prompt, count, seed + number)

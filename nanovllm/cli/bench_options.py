@@ -31,7 +31,7 @@ bench = typer.Typer(name="bench", help="Measure. Each command ends with one JSON
 @dataclass
 class Outcome:
     """What a command leaves behind: a plot, a saved file, the JSON line. The fields with options are given by the user;
-    `facts` collects what the report says beside the results."""
+    `facts` collects what the report has beside the results."""
 
     repeat: Annotated[int, typer.Option(min=1, metavar="INT", help="Measure so often; the table has the median.")] = 3
     threads: Annotated[
@@ -78,7 +78,6 @@ def bench_command(*kept: str, repeat: int = 3, **groups: OptionGroup) -> Callabl
     outcome = OptionGroup(
         title="Options",
         of=Outcome,
-        build=lambda values: Outcome(**values),
         help={},
         defaults={"repeat": repeat},
         skipped=frozenset(left_out),
@@ -101,7 +100,6 @@ class RequestOptions:
 REQUESTS = OptionGroup(
     title="Workload",
     of=RequestOptions,
-    build=lambda values: RequestOptions(**values),
     help={
         "num_seqs": "Number of requests.",
         "input_len": "Prompt tokens: a number, or a range such as 32..256.",
@@ -127,7 +125,6 @@ class MoeOptions:
 MOE = OptionGroup(
     title="What to measure",
     of=MoeOptions,
-    build=lambda values: MoeOptions(**values),
     common=frozenset({"parts", "shapes", "tune", "cached"}),
     help={
         "parts": "kernels, offload, or both with a comma; default: kernels on a GPU, offload if --model is given.",
@@ -146,11 +143,10 @@ MOE = OptionGroup(
 LOAD = OptionGroup(
     title="Load",
     of=Load,
-    build=lambda values: Load(**values),
     common=frozenset({"url", "model", "num_requests", "rate", "input_len", "output_len", "prefix_len", "slo_ttft_ms"}),
     help={
         "url": "The server, without /v1; a key is read from OPENAI_API_KEY.",
-        "model": "Name to ask for; default: the first that the server lists.",
+        "model": "Name in the requests; default: the first that the server lists.",
         "num_requests": "Requests to send.",
         "rate": "Requests a second, whatever the server does.",
         "arrivals": "When they leave: poisson (at random) or fixed (evenly).",
@@ -160,7 +156,7 @@ LOAD = OptionGroup(
         "num_prefixes": "How many different shared beginnings.",
         "vocab_size": "Random token ids are below this.",
         "text": "Take words from this file instead of random token ids.",
-        "ignore_eos": "Ask for exactly output_len tokens; not all servers know the field.",
+        "ignore_eos": "Request exactly output_len tokens; not all servers have the field.",
         "slo_ttft_ms": "For goodput: longest time to the first token.",
         "slo_tpot_ms": "For goodput: longest mean time per token after it.",
         "slo_itl_ms": "For goodput: longest time between tokens, 99th percentile of a request.",

@@ -139,8 +139,8 @@ def kernels(
     outcome.finish("kernels", found, heads=asdict(sizes))
 
 
-@bench_command("threads", "plot", asked=MOE, config=ENGINE)
-def moe(*, outcome: Outcome, asked: MoeOptions, config: EngineConfig) -> None:
+@bench_command("threads", "plot", options=MOE, config=ENGINE)
+def moe(*, outcome: Outcome, options: MoeOptions, config: EngineConfig) -> None:
     """Mixture of experts: the kernels against what the card can do; offloaded experts against what the link can do.
 
     Offload decodes one sequence for each --cached and each way to use the cache (none, lru, lfu, lfu + prefetch), so
@@ -151,11 +151,11 @@ def moe(*, outcome: Outcome, asked: MoeOptions, config: EngineConfig) -> None:
     from nanovllm.hardware.device import Device
 
     device, has_model = Device.choose(config.device), config.model != EngineConfig.model
-    parts = [] if asked.tune and asked.parts is None else lab.choose_parts(asked.parts, device.is_gpu, has_model)
-    shapes = moe_kernels.SHAPES if asked.shapes is None else moe_kernels.parse_shapes(asked.shapes)
-    if has_model and asked.shapes is None:
+    parts = [] if options.tune and options.parts is None else lab.choose_parts(options.parts, device.is_gpu, has_model)
+    shapes = moe_kernels.SHAPES if options.shapes is None else moe_kernels.parse_shapes(options.shapes)
+    if has_model and options.shapes is None:
         shapes = (moe_kernels.shape_of(lab.read_model(config), config.model),)
-    if asked.tune or "kernels" in parts:
+    if options.tune or "kernels" in parts:
         moe_kernels.need_gpu(device)
     outcome.use_threads()
     outcome.facts |= {"hardware": f"{device.name}, {device.architecture}", "model": config.model}
@@ -163,16 +163,16 @@ def moe(*, outcome: Outcome, asked: MoeOptions, config: EngineConfig) -> None:
     with contextlib.ExitStack() as stack:
         offload = None
         if "offload" in parts:  # before anything is measured: a wrong option is refused at once
-            sizes = (asked.cached, asked.tokens, asked.input_len)
-            offload = stack.enter_context(lab.prepared(config, asked.num_layers, sizes, asked.routing))
-        if asked.tune:
+            sizes = (options.cached, options.tokens, options.input_len)
+            offload = stack.enter_context(lab.prepared(config, options.num_layers, sizes, options.routing))
+        if options.tune:
             found["tuned"] = moe_kernels.tune_table(shapes, device)
             moe_kernels.print_tuned(found["tuned"])
         if "kernels" in parts:
             found["kernels"] = moe_kernels.measure(device, shapes)
             moe_kernels.print_measured(found["kernels"])
         if offload is not None:
-            facts, found["offload"] = offload.run(asked.bandwidth_gbs, outcome.plot)
+            facts, found["offload"] = offload.run(options.bandwidth_gbs, outcome.plot)
             outcome.facts |= facts
     outcome.finish("moe", found)
 

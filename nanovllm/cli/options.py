@@ -1,7 +1,7 @@
 """Command-line options, each declared once.
 
 Names, types and defaults come from EngineConfig and SamplingParams themselves, so the command line can neither lag
-behind them nor disagree with them; this file only adds help in plain words. A command asks for a group by naming it:
+behind them nor disagree with them; this file only adds help in plain words. A command gets a group by naming it:
 
     @with_options(config=ENGINE, sampling=SAMPLING)
     def generate(prompts: list[str], config: EngineConfig, sampling: dict[str, Any]) -> None: ...
@@ -62,13 +62,19 @@ class OptionGroup:
 
     title: str
     of: type  # a dataclass: one option for each of its fields
-    build: Callable[[dict[str, Any]], Any]
     help: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # where a person at a terminal wants another one
-    types: Mapping[str, type] = field(default_factory=dict)  # where the field takes more kinds than a shell can say
+    build: Callable[[dict[str, Any]], Any] = None  # type: ignore[assignment]  # default: of(**options)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where the terminal has another one
+    types: Mapping[str, type] = field(
+        default_factory=dict
+    )  # where the field takes more kinds than a command line can express
     skipped: frozenset[str] = frozenset()
     common: frozenset[str] | None = None  # what --help shows; None = all
     only_given: bool = False  # `build` gets the options of the command line and no defaults
+
+    def __post_init__(self) -> None:
+        if self.build is None:
+            object.__setattr__(self, "build", lambda values: self.of(**values))
 
     def parameters(self) -> list[inspect.Parameter]:
         hints = get_type_hints(self.of, include_extras=True)
@@ -201,14 +207,14 @@ ENGINE = OptionGroup(
         "enable_prefix_caching": "Reuse the computed beginning of prompts that begin alike.",
         "scheduling_policy": f"Who is served first: first come, shortest, or by priority. {_one_of(POLICIES)}",
         "max_wait_steps": "sjf: a waiting request is passed over for at most so many steps; none = no limit.",
-        "decode_steps": "Tokens decoded between two looks of the scheduler when nobody waits; same output for all.",
+        "decode_steps": "Decode steps per launch while no request waits; same output for all.",
         "expert_placement": "Mixture of experts: keep all experts on the GPU, or load them as they are chosen; auto "
         f"offloads only what does not fit. {_one_of(EXPERT_PLACEMENTS)}",
         "expert_cache_gb": "Gigabytes of GPU memory for offloaded experts; default: what is left.",
         "expert_host_gb": "Gigabytes of host memory for experts, the others are read from disk; default: what is free.",
         "expert_policy": f"Which expert stays on the GPU: often used, last used, or none. {_one_of(EXPERT_POLICIES)}",
         "expert_prefetch": "Copy the experts that the next layer will probably choose while the link is idle.",
-        "expert_cpu_misses": "Compute a missing expert on the CPU if one or two tokens want it; changes last digits.",
+        "expert_cpu_misses": "Compute a missing expert on the CPU if one or two tokens chose it; changes last digits.",
         "enforce_eager": "Do not capture GPU graphs: starts faster, runs slower.",
         "tensor_parallel_size": "GPUs (or CPU processes) to split the model over.",
         "expert_parallel_size": "Over how many groups to spread whole experts; 1: each has a share of all.",

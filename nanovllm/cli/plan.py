@@ -36,7 +36,6 @@ COMMON |= {"measure", "tensor_parallel_size", "hosts", "table"}
 PLAN = OptionGroup(
     title="Plan",
     of=PlanOptions,
-    build=lambda values: PlanOptions(**values),
     common=COMMON,
     help={
         **{field.name: ENGINE.help.get(field.name, "") for field in dataclasses.fields(PlanOptions)},

@@ -1,4 +1,4 @@
-"""`nanovllm serve`: an OpenAI-compatible server. Its packages are an extra, so they are asked for here."""
+"""`nanovllm serve`: an OpenAI-compatible server. Its packages are an extra: what is missing is named here."""
 
 from __future__ import annotations
 

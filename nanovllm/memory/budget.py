@@ -86,7 +86,7 @@ def default_step_tokens(memory: Memory, model: ModelFacts, max_num_seqs: int) ->
 
 @dataclass(frozen=True)
 class Wants:
-    """What the user asks for; lengths already resolved to numbers."""
+    """Settings of the engine that decide what fits; lengths already resolved to numbers."""
 
     max_model_len: int
     max_num_batched_tokens: int = 16384
@@ -150,7 +150,7 @@ def refuse_without_experts(model: ModelConfig, placement: str, cache_gb: float |
 
 
 def size_tiers(memory: Memory, model: ModelFacts, wants: Wants) -> Tiers:
-    """Raises DoesNotFit with figures when there is no way; ConfigError when an option asks for the impossible."""
+    """Raises DoesNotFit with figures when there is no way; ConfigError when an option is impossible here."""
     refuse_without_experts(model.config, wants.placement, wants.cache_gb)
     budget = _Budget.of(memory, model, wants)
     everything = model.all_experts_bytes
@@ -308,7 +308,7 @@ class _Budget:
         )
 
     def _host_memory(self) -> tuple[int, list[str]]:
-        """Bytes of it for experts, and what the user should know about that."""
+        """Bytes of it for experts, and notes for the user about that."""
         spare = max(self.memory.host_bytes - max(MIN_HOST_RESERVE, self.memory.host_bytes // 8), 0)
         notes = []
         if self.wants.host_gb is not None:

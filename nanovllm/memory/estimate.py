@@ -1,7 +1,7 @@
 """Estimate: what of a model goes where on given cards, how long a context fits, how fast it can be at most.
 
     estimate = Estimate.of(options, ModelFacts(model_config), Hardware.find(options), check_sizes)
-    estimate.tiers         # None if the model cannot run there; estimate.refusal says why
+    estimate.tiers         # None if the model cannot run there, for the reason estimate.refusal
     estimate.settings      # options of the engine
     estimate.on(Topology(8, 2))    # the same model on another number of the same cards
 

@@ -1,5 +1,5 @@
 """What a card and the links around it do in a second: given, measured here, measured on one H200, or assumed by the
-size of the card. Each figure comes with a note that says which.
+size of the card. Beside each figure is a note with its source.
 
 Links between GPUs and between hosts were never measured. torch is imported inside functions.
 """
@@ -63,7 +63,7 @@ def find_memory(options: PlanOptions) -> Memory:
         return Memory(int(options.gpu_memory_gb * GIB), host, options.gpu_memory_utilization)
     device = Device.choose("auto")
     if not device.is_gpu:
-        raise ConfigError("gpu_memory_gb: there is no GPU here; say for which card to plan, e.g. --gpu-memory-gb 11")
+        raise ConfigError("gpu_memory_gb: there is no GPU here; give the card's size, e.g. --gpu-memory-gb 11")
     return Memory(device.memory()[1], host, options.gpu_memory_utilization)
 
 

@@ -19,8 +19,8 @@ host and between hosts, where the network card of a host is shared by its g GPUs
 Spread experts (moe/spread.py) replace a sparse layer's all-reduce by all-to-alls there and back, in which a rank sends
 2 T k H b (n - 1) / n^2 times n / e bytes, and a gather of T H b (n - 1) / n; and the host must read counts before.
 
-Computing and talking take turns, as they do in the engine. The rest (launches, sampling, scheduling) is not in here: on
-one H200 the engine takes 1.04 to 1.31 times as long as computed here (docs/scaling.md).
+Computing and communication take turns, as they do in the engine. The rest (launches, sampling, scheduling) is not in
+here: on one H200 the engine takes 1.04 to 1.31 times as long as computed here (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Cost:
     """Of one step, on the rank with the most to do."""
 
     computing: float  # seconds, of reading or of arithmetic, whichever takes longer
-    talking: float
+    talking: float  # seconds in collectives
     read_bytes: float
     flops: float
     sent_bytes: float  # by one rank, to any other
@@ -100,7 +100,7 @@ def all_gather_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 @dataclass
-class Talk:
+class Collectives:
     """Adds up the collectives of a step."""
 
     topology: Topology
@@ -173,21 +173,28 @@ def _cost(
     """`sizes`: tokens, and rows of logits."""
     config, (num_tokens, num_rows) = model.config, sizes
     assert (model.num_ranks, model.expert_size) == (topology.num_ranks, topology.expert_size)
-    talk = Talk(topology, machine)
+    collectives = Collectives(topology, machine)
     hidden_bytes = num_tokens * config.hidden_size * model.itemsize
     spread = model.num_sparse_layers if topology.expert_size > 1 else 0
-    talk.all_reduce(hidden_bytes, 1 + 2 * config.num_layers - spread)
+    collectives.all_reduce(hidden_bytes, 1 + 2 * config.num_layers - spread)
     if spread:
         shares = topology.num_ranks // topology.expert_size  # a row goes to each rank that has a part of its expert
         rows = num_tokens * model.top_k * shares / topology.num_ranks
-        talk.all_to_all(rows * (config.hidden_size * model.itemsize + ROW_EXTRA), spread)
-        talk.all_to_all(rows * config.hidden_size * model.itemsize, spread)
-        talk.all_gather(hidden_bytes, spread)
-        talk.seconds += COUNTS_SECONDS * spread
-    talk.all_gather(num_rows * model.vocab_rows * topology.num_ranks * model.itemsize)
+        collectives.all_to_all(rows * (config.hidden_size * model.itemsize + ROW_EXTRA), spread)
+        collectives.all_to_all(rows * config.hidden_size * model.itemsize, spread)
+        collectives.all_gather(hidden_bytes, spread)
+        collectives.seconds += COUNTS_SECONDS * spread
+    collectives.all_gather(num_rows * model.vocab_rows * topology.num_ranks * model.itemsize)
     computing = max(read / machine.read, flops / machine.flops)
     return Cost(
-        computing, talk.seconds, read, flops, talk.sent_bytes, talk.network_bytes, talk.exchanged_bytes, talk.count
+        computing,
+        collectives.seconds,
+        read,
+        flops,
+        collectives.sent_bytes,
+        collectives.network_bytes,
+        collectives.exchanged_bytes,
+        collectives.count,
     )
 
 
