@@ -1,7 +1,7 @@
-"""The tables of the READMEs, made from the JSON files under benchmarks/results/: `nanovllm bench tables`.
+"""The tables of docs/benchmarks.md, made from the JSON files under benchmarks/results/: `nanovllm bench tables`.
 
 A table stands between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; what is between is replaced. A figure that is
-not in a result file cannot get into a README this way.
+not in a result file cannot get onto that page this way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORDS = {  # English, Chinese
 }
 PAGES = {
     page: {name: words[language] for name, words in WORDS.items()}
-    for language, page in enumerate(("README.md", "README.zh-CN.md"))
+    for language, page in enumerate(("docs/benchmarks.md", "docs/benchmarks.zh-CN.md"))
 }
 
 
