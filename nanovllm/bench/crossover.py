@@ -124,7 +124,8 @@ def measure_backend(
 
 
 def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dict[str, Any]:
-    device, layout = engine.executor.probe().device, engine.executor.probe().layout
+    probe = engine.executor.probe()
+    device, layout = probe.device, probe.layout
     needed = batch * -(-2 * length // layout.block_size)
     if needed > layout.num_blocks:
         # The engine would let some wait and run the others: another batch size than the table has.

@@ -108,7 +108,7 @@ def finish(report: dict[str, Any], save: bool) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the two nearest ranks."""
+    """By linear interpolation between the two nearest values."""
     assert values
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100

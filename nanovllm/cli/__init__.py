@@ -151,7 +151,7 @@ def info(
 @with_options(options=PLAN)
 def plan_command(
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Also write the plan as JSON (- = only that).")
+        str | None, typer.Option("--json", metavar="FILE", help="Also write it as JSON (- = only that).")
     ] = None,
     *,
     options: PlanOptions,

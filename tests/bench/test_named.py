@@ -62,6 +62,13 @@ def test_limits_are_the_published_ones(model: str, name: str, limit: float) -> N
     assert found == pytest.approx(limit, rel=0.015 if is_prefill and config.moe else 0.005)
 
 
+def test_two_ranks_read_half_each() -> None:
+    whole = ModelFacts(ModelConfig.from_hf(json.loads((MODELS / "qwen3-8b/config.json").read_text())))
+    workload, _ = parse_workload("8x512")
+    one, two = (limit_seconds(workload, replace(whole, num_ranks=n), CEILINGS["NVIDIA H200"]) for n in (1, 2))
+    assert two == pytest.approx(one / 2, rel=0.001)
+
+
 @pytest.mark.parametrize("name", ["", "64", "x512", "64x", "decode 1x2", "main2"])
 def test_a_typo_is_told(name: str) -> None:
     with pytest.raises(ConfigError, match="64x512"):
