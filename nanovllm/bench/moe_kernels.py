@@ -90,7 +90,7 @@ class Call:
 
     @property
     def num_distinct(self) -> int:
-        return int(self.ids.unique().numel())  # type: ignore[no-untyped-call]
+        return int(self.ids.unique().numel())
 
 
 class MoeLab:

@@ -33,7 +33,7 @@ def _time_once(function: Callable[[], object], device: Device) -> float:
         started = time.perf_counter()
         function()
         return time.perf_counter() - started
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     function()
     stop.record()
