@@ -151,9 +151,9 @@ class MoeLab:
     def rule(self, num_tokens: int, dtype: torch.dtype) -> TileChoice:
         """What is chosen for this dtype where the table of tiles has no entry."""
         from nanovllm.ops.triton.common import capability
-        from nanovllm.ops.triton.moe_tiles import default_plan
+        from nanovllm.ops.triton.moe_tiles import default_tiles
 
-        return default_plan(num_tokens, replace(self.moe_shape(), dtype=dtype), capability(self.device.torch_device))
+        return default_tiles(num_tokens, replace(self.moe_shape(), dtype=dtype), capability(self.device.torch_device))
 
     def moe_shape(self) -> MoeShape:
         from nanovllm.ops.triton.moe_tiles import MoeShape
@@ -194,7 +194,7 @@ def measure_decode(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...
 
 def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...] = PREFILL_TOKENS) -> Rows:
     """Our tiles and PyTorch's grouped product, whichever the table chooses; None where one cannot run here."""
-    from nanovllm.ops.triton.moe_tiles import TileChoice, choose_plan
+    from nanovllm.ops.triton.moe_tiles import TileChoice, choose_tiles
 
     rows, where = [], lab.device.torch_device
     for num_tokens in tokens:
@@ -205,7 +205,7 @@ def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ..
         row = {
             "model": lab.shape.name,
             "tokens": num_tokens,
-            "chosen": choose_plan(num_tokens, lab.moe_shape(), where).kind,
+            "chosen": choose_tiles(num_tokens, lab.moe_shape(), where).kind,
         }
         for name, choice in (("tiles", tiles), ("grouped", TileChoice("grouped", 128))):
             seconds = try_seconds(lab, [lab.whole(call, choice)])
