@@ -35,6 +35,7 @@ from nanovllm.ranks.worker import Follower, open_executor
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.model_runner import InFlight
+from nanovllm.runner.probe import Probe
 from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.weights.checkpoint import Checkpoint
 
@@ -76,7 +77,6 @@ class Facts:
     layout: CacheLayout
     overlap: int
     decode_steps: int
-    num_parameters: int
     has_offload: bool
     described: dict[str, Any]
 
@@ -118,7 +118,6 @@ class RayRank:
             executor.layout,
             executor.overlap,
             executor.decode_steps,
-            executor.num_parameters,
             executor.expert_stats() is not None,
             executor.describe(),
         )
@@ -263,9 +262,8 @@ class RayExecutor:
     def decode_steps(self) -> int:
         return self._facts.decode_steps
 
-    @property
-    def num_parameters(self) -> int:
-        return self._facts.num_parameters
+    def probe(self) -> Probe:
+        return Probe(self.device, self.layout)
 
     def describe(self) -> dict[str, Any]:
         return {**self._facts.described, "hosts": sorted({address for _, address, _ in self._places})}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli.bench_serve import LOAD
+from nanovllm.cli.bench_options import LOAD
 from nanovllm.cli.serve import API_KEY, SERVER
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
