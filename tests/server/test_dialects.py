@@ -13,7 +13,7 @@ from openai.types.responses import Response as OpenAIResponse
 
 from nanovllm.server.answers import ChatAnswer
 from nanovllm.server.prefix_router import body_keys
-from nanovllm.server.tools import Answer
+from nanovllm.server.tools import AnswerPart
 from tests.server.rig import answers_of_a_stalled_client, running, until
 from tests.server.test_metrics import read as read_metrics
 from tests.tiny_models import TinyModel, edit_config
@@ -128,8 +128,8 @@ def test_a_client_that_stalls_gets_all_it_has_missed_at_once(llama_copy: Path, p
 def test_thoughts_are_blocks_of_their_own(llama: TinyModel, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Whatever finds them in the text: here all of it is one, and the answer comes at the end."""
 
-    def read(_: Any, __: Any, new: Any) -> tuple[Answer, str | None]:
-        return Answer("done" if new.finish_reason else "", thought=new.text), new.finish_reason
+    def read(_: Any, __: Any, new: Any) -> tuple[AnswerPart, str | None]:
+        return AnswerPart("done" if new.finish_reason else "", thought=new.text), new.finish_reason
 
     monkeypatch.setattr(ChatAnswer, "read", read)
     with running(llama.path) as server:

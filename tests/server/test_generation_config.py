@@ -154,7 +154,7 @@ def test_the_server_says_it_at_its_start(
     model = with_file(llama, tmp_path / "model", temperature=0.6, top_k="many")
     config = EngineConfig.from_options(model=str(model), **ENGINE, generation_config=option)
     said: list[str] = []
-    monkeypatch.setattr("nanovllm.server.run.Server.run", lambda server, sockets: sockets[0].close())
+    monkeypatch.setattr("nanovllm.server.run.DrainingServer.run", lambda server, sockets: sockets[0].close())
     with caplog.at_level("INFO", "nanovllm"):
         serve(config, ServerOptions(port=0), said.append)
     file = model / "generation_config.json"
@@ -172,7 +172,7 @@ def test_replicas_say_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     defaults, said = SamplingDefaults({"top_k": 5}, "FILE"), []
     opened = contextlib.nullcontext(replicas.Replicas(None, 2, "", defaults))
     monkeypatch.setattr(replicas, "open_replicas", lambda *_: opened)
-    monkeypatch.setattr("nanovllm.server.run.Server.run", lambda server, sockets: None)
+    monkeypatch.setattr("nanovllm.server.run.DrainingServer.run", lambda server, sockets: None)
     replicas.serve_replicas(EngineConfig(), ServerOptions(port=0), 2, said.append)
     assert "sampling defaults: top_k=5, from FILE" in said
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from transformers import AddedToken, AutoTokenizer
 
-from nanovllm.server.tools import FORMS, Answer, CallReader
+from nanovllm.server.tools import FORMS, AnswerPart, CallReader
 from tests.server.rig import Running, running, until
 from tests.server.test_refusals import check_error
 from tests.tiny_models import Variant, hf_model, save_tokenizer
@@ -404,7 +404,7 @@ def test_how_a_text_is_cut_makes_no_difference(form: str, text: str, content: st
     cuts = [sorted(rng.sample(range(1, len(text)), min(len(text) - 1, rng.randrange(10)))) for _ in range(60)]
     for places in [[], list(range(1, len(text))), *cuts]:
         reader = CallReader(FORMS[form], ["weather"], must_call=False, has_grammar=False, one_call=False)
-        found = Answer()
+        found = AnswerPart()
         for start, end in zip([0, *places], [*places, len(text)]):
             said = reader.feed(text[start:end], finished=end == len(text))
             found.content += said.content
