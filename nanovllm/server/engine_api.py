@@ -14,7 +14,6 @@ gets a snapshot; one that leaves is forgotten at once; the engine waits for none
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -24,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 from nanovllm.engine.info import engine_info
 from nanovllm.errors import EngineDeadError
 from nanovllm.server.answers import EVENT_HEADERS
-from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.body import Body
+from nanovllm.server.errors import ApiError, as_api_error, bad_field
 from nanovllm.server.files import add_page
 from nanovllm.server.guard import ClientGone, Guard
-from nanovllm.server.protocol import Body
 from nanovllm.server.service import Service
 from nanovllm.telemetry.readers import Event, EventQueue, TraceFile
 
@@ -43,10 +42,7 @@ class PolicyBody(Body):
     policy: Literal["fcfs", "sjf"]
 
 
-ReadBody = Callable[[Request, Service, type[Any]], Awaitable[Any]]
-
-
-def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
+def add_engine_routes(app: FastAPI, service: Service) -> None:
     """Not in the OpenAPI document: they are between this server and its page."""
     add_page(app)
     engine, options = service.engine, service.options
@@ -57,8 +53,7 @@ def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
 
     def check_events() -> None:
         if not options.events:
-            message = "this server may not be watched: start it with --events"
-            raise ApiError(404, message, code="events_off")
+            raise ApiError(404, "this server may not be watched: start it with --events", code="events_off")
 
     @app.get("/engine/info", include_in_schema=False)
     async def info() -> dict[str, Any]:
@@ -75,16 +70,16 @@ def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
     @app.post("/engine/control", include_in_schema=False)
     async def control(request: Request) -> Response:
         check_events()
-        body = await read(request, service, ControlBody)
+        body = await service.read(request, ControlBody)
         if body.action == "step" and not engine.paused:
-            raise ApiError(400, "action: step needs a paused engine; pause it first", param="action")
+            raise bad_field("action", "step needs a paused engine; pause it first")
         await {"pause": engine.pause, "resume": engine.resume, "step": engine.step_once}[body.action]()
         return JSONResponse({"paused": engine.paused})
 
     @app.post("/engine/policy", include_in_schema=False)
     async def policy(request: Request) -> Response:
         check_events()
-        body = await read(request, service, PolicyBody)
+        body = await service.read(request, PolicyBody)
         await engine.set_policy(body.policy)
         return JSONResponse({"policy": engine.engine.scheduler.policy.name})
 
