@@ -1,4 +1,4 @@
-"""Connections of clients: how many there may be, what they may send before a request is known, how long they may wait.
+"""Connections of clients: how many there may be, how large their headers may be, how long they may be silent.
 
     acceptor = Acceptor(listener, limit, make_connection, server_state.connections)
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from typing import Any
 import anyio
 import h11
 import uvicorn
+from starlette.types import Message
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.errors import ConfigError
@@ -33,9 +35,9 @@ except ImportError:
     HttpToolsProtocol = None  # type: ignore[assignment,misc]
 
 logger = logging.getLogger("nanovllm")
-MOST_CONNECTIONS = 4096  # unless --max-connections says so: each takes some 20 KB of memory
+MOST_CONNECTIONS = 4096  # without --max-connections: each takes some 20 KB of memory
 SPARE_FILES = 16  # for what is opened while requests run: a trace, files of the page, connections that are refused
-MAX_REFUSING = 8  # connections that are refused politely at the same time
+MAX_REFUSING = 8  # connections that get a 503 at the same time; beyond it they may lose it
 LINGER_SECONDS = 0.5  # in which a client that is refused may finish sending
 
 HEAD_END = b"\r\n\r\n"
@@ -124,6 +126,8 @@ class LimitedConnection(asyncio.Protocol):
     def on_response_complete(self) -> None:
         if not self._reads_on:
             self.transport.close()
+        elif not self._in_head and (self._body_left is None or self._body_left > self._max_head):
+            self._linger()  # the rest of a body that was answered before its end, say with 413
         super().on_response_complete()  # type: ignore[misc]
         self._read()  # a request that was sent ahead
 
@@ -216,8 +220,6 @@ class LimitedConnection(asyncio.Protocol):
             self._refuse(ApiError(400, "what was sent cannot be read as a request", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """What the client still sends is thrown away for a moment: closing at once would reset the connection, and the
-        client could lose the answer."""
         self._reads_on, self._unread = False, b""
         if self._in_head or not self.cycle.response_started:
             self.transport.write(whole_answer(error))
@@ -226,8 +228,14 @@ class LimitedConnection(asyncio.Protocol):
             self.cycle.message_event.set()
         if self._works or not self._in_head:
             self.transport.close()
-            return
-        if self.transport.can_write_eof():
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Close, but first throw away for a moment what the client still sends: closing at once would reset the
+        connection, and the client could lose the answer."""
+        self._reads_on, self._unread = False, b""
+        if self.transport.can_write_eof() and not self.transport.is_closing():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
@@ -275,11 +283,14 @@ if HttpToolsProtocol is not None:
         def on_headers_complete(self) -> None:
             codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
             num_hosts = sum(name == b"host" for name, _ in self.headers)
-            fewest = 0 if self.parser.get_http_version() == "1.0" else 1
-            if codings not in ([], [b"chunked"]) or not fewest <= num_hosts <= 1 or self.parser.should_upgrade():
+            is_old = self.parser.get_http_version() == "1.0"
+            if codings not in ([], [b"chunked"]) or not 1 - is_old <= num_hosts <= 1 or self.parser.should_upgrade():
                 raise ValueError("uvicorn answers 400")
             super().on_headers_complete()
             self._has_ended = False
+            if is_old:
+                self.cycle.chunked_encoding = False
+                self.cycle.send = functools.partial(send_unchunked, self.cycle)
 
         def on_body(self, body: bytes) -> None:
             self._without_body = 0
@@ -292,6 +303,13 @@ if HttpToolsProtocol is not None:
     Connection = HttpToolsConnection
 
 
+async def send_unchunked(cycle: Any, message: Message) -> None:
+    """HTTP/1.0 has no chunks: a body without Content-Length ends with the connection. uvicorn's httptools protocol sends
+    chunks nevertheless, unless it expects exactly the bytes that come."""
+    cycle.expected_content_length = len(message.get("body", b""))
+    await type(cycle).send(cycle, message)
+
+
 def whole_answer(error: ApiError) -> bytes:
     response = error.response()
     response.headers["connection"] = "close"
@@ -302,7 +320,7 @@ def whole_answer(error: ApiError) -> bytes:
 
 class Acceptor:
     """Accepts connections one by one, so that there are never more than `limit`. asyncio's own server accepts all that
-    wait before the first of them is counted. Who comes beyond the limit gets 503."""
+    wait before the first of them is counted. A connection beyond the limit gets 503."""
 
     def __init__(
         self, listener: socket.socket, limit: int, make: Callable[[], asyncio.Protocol], connections: set[Any]
@@ -331,7 +349,7 @@ class Acceptor:
                 connection, _ = await loop.sock_accept(self._listener)
             except ConnectionError:  # it left before it was accepted
                 continue
-            except OSError as error:  # no file is left: others of this process took them
+            except OSError as error:  # no file is left: other parts of this process took them
                 logger.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(1)
                 continue

@@ -607,3 +607,26 @@ def test_with_every_event_loop(loop: str, parser: str, caplog: pytest.LogCapture
 def test_the_module_needs_no_engine() -> None:
     code = "import sys, nanovllm.server.connections; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_http_1_0_has_no_chunks(server: Running) -> None:
+    body = b'{"prompt": "the", "max_tokens": 3, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head, _, events = exchange(server, head + body).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+    whole = exchange(server, b"GET /health HTTP/1.0\r\n\r\n")
+    assert whole.endswith(b'{"status":"ok"}')
+    assert b"content-length: 15" in whole.lower()
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 99000000", b"Transfer-Encoding: chunked"])
+def test_a_413_ends_the_connection_soon(llama: TinyModel, length: bytes) -> None:
+    """The client gets the answer although it has not read while it sent."""
+    with running(llama.path, max_body_mb=0.1, idle_timeout=60) as server, connected(server) as connection:
+        connection.sendall(POST + length + b"\r\n\r\n")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(8):
+                connection.sendall(b"8000\r\n%b\r\n" % (b" " * 2**15))
+        assert error_of(rest(connection))[1]["code"] == "body_too_large"
