@@ -17,7 +17,7 @@ import re
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import h11
@@ -38,7 +38,7 @@ logger = logging.getLogger("nanovllm")
 MOST_CONNECTIONS = 4096  # without --max-connections: each takes some 20 KB of memory
 SPARE_FILES = 16  # for what is opened while requests run: a trace, files of the page, connections that are refused
 MAX_REFUSING = 8  # connections that get a 503 at the same time; beyond it they may lose it
-LINGER_SECONDS = 0.5  # in which a client that is refused may finish sending
+LINGER_SECONDS = 0.5  # without a byte of a client that is refused: it has finished sending
 
 HEAD_END = b"\r\n\r\n"
 BEGINNING = re.compile(rb"[!-~]+ [!-~]+ HTTP/1\.[01]\r\n|[!-~][^\n]*\Z")  # of a head: a request line, or a part of one
@@ -92,6 +92,8 @@ class LimitedConnection(asyncio.Protocol):
     _in_head = True  # what comes next is a head, not a body
     _body_left: int | None = 0  # bytes; None: it comes in chunks, and the parser finds its end
     _reads_on = True
+    _lingers = False  # it is closed but for what the client still sends
+    _is_silent = True  # nothing has come for a while
 
     @property
     def _options(self) -> ServerOptions:
@@ -110,15 +112,18 @@ class LimitedConnection(asyncio.Protocol):
         raise NotImplementedError
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(cast(Any, OwnClose(self._transport, self._close)))
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self.transport.close = self._transport.close  # type: ignore[method-assign]  # breaks a cycle of references
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._is_silent = False
         if self._reads_on:
             self._unread += data
             self._read()
@@ -126,8 +131,6 @@ class LimitedConnection(asyncio.Protocol):
     def on_response_complete(self) -> None:
         if not self._reads_on:
             self.transport.close()
-        elif not self._in_head and (self._body_left is None or self._body_left > self._max_head):
-            self._linger()  # the rest of a body that was answered before its end, say with 413
         super().on_response_complete()  # type: ignore[misc]
         self._read()  # a request that was sent ahead
 
@@ -213,7 +216,7 @@ class LimitedConnection(asyncio.Protocol):
         elif self._in_head and self._unread:
             self._refuse(timed_out("sending the headers", self._options.idle_timeout))
         else:
-            self.transport.close()
+            self._transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self._reads_on:
@@ -226,18 +229,37 @@ class LimitedConnection(asyncio.Protocol):
         if self._works:
             self.cycle.disconnected = True  # the application is at work and must not answer as well
             self.cycle.message_event.set()
-        if self._works or not self._in_head:
-            self.transport.close()
-        else:
-            self._linger()
+        self._close()
 
-    def _linger(self) -> None:
-        """Close, but first throw away for a moment what the client still sends: closing at once would reset the
-        connection, and the client could lose the answer."""
-        self._reads_on, self._unread = False, b""
-        if self.transport.can_write_eof() and not self.transport.is_closing():
-            self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+    def _close(self) -> None:
+        """Closing a socket with unread data resets the connection, and the client could lose the answer. So what the
+        client still sends after an early answer is thrown away: until it stops, at most for idle_timeout."""
+        if self._in_head and self._reads_on:
+            self._transport.close()
+        elif not self._lingers:
+            self._reads_on, self._unread, self._lingers, self._is_silent = False, b"", True, False
+            if self._transport.can_write_eof() and not self._transport.is_closing():
+                self._transport.write_eof()
+            self._linger(self.loop.time() + self._options.idle_timeout)
+
+    def _linger(self, end: float) -> None:
+        if self._is_silent or self.loop.time() > end:
+            self._transport.close()
+        else:
+            self._is_silent = True
+            self.loop.call_later(LINGER_SECONDS, self._linger, end)
+
+
+class OwnClose:
+    """A transport with another close()."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+        self.write = transport.write  # called for each event of a stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class H11Connection(LimitedConnection, H11Protocol):
@@ -255,7 +277,7 @@ Connection: type[LimitedConnection] = H11Connection
 
 if HttpToolsProtocol is not None:
 
-    class HttpToolsConnection(LimitedConnection, HttpToolsProtocol):  # type: ignore[misc,valid-type]
+    class HttpToolsConnection(LimitedConnection, HttpToolsProtocol):
         """12 us less for each event of a stream than h11. Its parser, llhttp, is as strict as h11 with the lengths of
         bodies; what it lets through is checked here."""
 
@@ -304,8 +326,8 @@ if HttpToolsProtocol is not None:
 
 
 async def send_unchunked(cycle: Any, message: Message) -> None:
-    """HTTP/1.0 has no chunks: a body without Content-Length ends with the connection. uvicorn's httptools protocol sends
-    chunks nevertheless, unless it expects exactly the bytes that come."""
+    """HTTP/1.0 has no chunks: a body without Content-Length ends with the connection. uvicorn's protocol for httptools
+    sends chunks nevertheless, unless it expects exactly the bytes that come."""
     cycle.expected_content_length = len(message.get("body", b""))
     await type(cycle).send(cycle, message)
 

@@ -8,7 +8,7 @@
     POST /reset_prefix_cache   forget all cached prefixes; as in vLLM
 
 Without --events only the first two answer, and the last one if there is a key. A reader that is slow loses events and
-gets a snapshot; one that leaves is forgotten at once; the engine waits for none of them.
+gets a snapshot instead; the engine waits for no reader.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PolicyBody(Body):
 
 
 def add_engine_routes(app: FastAPI, service: Service) -> None:
-    """Not in the OpenAPI document: they are between this server and its page."""
+    """Not in the OpenAPI document: they are for the page of this server."""
     add_page(app)
     engine, options = service.engine, service.options
     if options.trace is not None:
@@ -86,8 +86,8 @@ def add_engine_routes(app: FastAPI, service: Service) -> None:
     @app.post("/reset_prefix_cache", include_in_schema=False)
     async def reset_prefix_cache() -> Response:
         if not options.events and options.api_key is None:
-            message = "only where not everybody may call it: start the server with --api-key or --events"
-            raise ApiError(404, f"reset_prefix_cache: {message}", code="events_off")
+            message = "reset_prefix_cache: off without a key: start the server with --api-key or --events"
+            raise ApiError(404, message, code="events_off")
         if not await engine.reset_prefix_cache():
             message = "reset_prefix_cache: requests run or wait, and their prefixes are in use: try again when none do"
             raise ApiError(409, message, code="requests_running")
@@ -132,7 +132,7 @@ class EventStream(Response):
             body = b"".join(map(as_sse, events)) or b": keep-alive\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
             await asyncio.sleep(PACE_SECONDS)
-            if box.lost:  # asked for only now that this reader has taken what it was sent
+            if box.lost:  # only now that this reader has taken what was sent
                 await asyncio.wrap_future(engine.refresh(box))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

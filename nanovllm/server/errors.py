@@ -70,7 +70,7 @@ class ApiError(Exception):
         found = re.match(r"messages[.\[](\d+)\]?", self.message)
         if found is not None and int(found[1]) < len(places):
             place = places[int(found[1])]
-            param = place.partition("[")[0]
+            param: str | None = place.partition("[")[0]
             if "." in found[0]:  # of a validation: messages.3.role
                 place = place.replace("[", ".").rstrip("]")
             text = place + self.message[found.end() :]
@@ -78,7 +78,7 @@ class ApiError(Exception):
             sure = "|".join(name for name in names if "_" in name)
             pattern = rf"^({'|'.join(names)})(?!\w)|(?<![\w-])({sure})(?!\w)"
             text = re.sub(pattern, lambda found: names[found[0]], self.message)
-            param = names.get(self.param or "", self.param)
+            param = names.get(self.param or "") or self.param
         return ApiError(self.status, text, param=param, code=self.code, headers=self.headers)
 
     def response(self, path: str = "") -> Response:

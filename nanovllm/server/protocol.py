@@ -27,6 +27,7 @@ MAX_STOPS = 16
 MAX_BAD_WORDS = 128
 MAX_TOOLS = 128
 MAX_PROMPTS = 10**5
+MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens")
 
 BadWord = Annotated[str, Field(max_length=64)]
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
@@ -122,7 +123,7 @@ class Sampling(Body):
         except RequestError as error:
             if str(error).startswith("structured_outputs"):
                 raise self.in_own_words(error) from None
-            limit, given = others["max_tokens"], (self.max_tokens, getattr(self, "max_completion_tokens", None))
+            limit, given = others["max_tokens"], [getattr(self, name, None) for name in MAX_TOKENS_FIELDS]
             if not str(error).startswith("min_tokens") or limit in given:
                 raise
             file = "the model's generation_config.json (--generation-config vllm turns it off)"
@@ -172,7 +173,7 @@ class CompletionBody(Sampling):
     @property
     def prompts(self) -> list[str] | list[TokenIds]:
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]
+            return [self.prompt]  # type: ignore[return-value]
         return self.prompt  # type: ignore[return-value]
 
     @property

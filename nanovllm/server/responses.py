@@ -270,7 +270,7 @@ class ResponseAnswer(BlockAnswer[ResponseBody]):
             "total_tokens": counts["total_tokens"],
         }
         choice = asked.tool_choice
-        wanted = (asked.text and asked.text.format) or TextFormat(type="text")
+        wanted = (asked.text and asked.text.format) or TextFormat.model_validate({"type": "text"})
         return {
             "id": self._id, "object": "response", "created_at": self.created, "status": status,
             "completed_at": int(time.time()) if status == "completed" else None, "background": False, "error": None,
@@ -307,7 +307,7 @@ def _place(block: Block) -> dict[str, Any]:
 
 
 def _part(block: Block) -> dict[str, Any]:
-    more = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
     return {"type": PARTS[block.kind], "text": block.text, **more}
 
 

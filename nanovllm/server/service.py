@@ -17,7 +17,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -158,7 +158,7 @@ class Service:
             return await future
         raise timed_out("tokenising or templating", seconds)
 
-    async def stream(self, job: ClientRequest) -> AsyncIterator[tuple[int, RequestDelta]]:
+    async def stream(self, job: ClientRequest) -> AsyncGenerator[tuple[int, RequestDelta], None]:
         """(index of the prompt, what is new of it), until all are finished. Leaving early aborts what still runs."""
         if len(job.inputs) == 1:
             async with aclosing(self._one(job, 0)) as deltas:
@@ -169,12 +169,13 @@ class Service:
             async for pair in pairs:
                 yield pair
 
-    async def _one(self, job: ClientRequest, index: int) -> AsyncIterator[RequestDelta]:
+    async def _one(self, job: ClientRequest, index: int) -> AsyncGenerator[RequestDelta, None]:
         # Two requests of a client may have the same id; the engine's ids must be unique.
         name = f"{job.request_id}-{index}-{next(self._numbers)}"
         clock = RequestClock(self.metrics, job.arrival)
-        inputs, options = job.inputs[index], {"priority": job.priority, "final_only": job.final_only}
-        deltas = self.engine.stream(inputs, job.params, name, **options)
+        deltas = self.engine.stream(
+            job.inputs[index], job.params, name, priority=job.priority, final_only=job.final_only
+        )
         finished = False
         try:
             async with aclosing(deltas):
@@ -188,7 +189,7 @@ class Service:
             if not finished:
                 clock.abort()
 
-    async def _many(self, job: ClientRequest) -> AsyncIterator[tuple[int, RequestDelta]]:
+    async def _many(self, job: ClientRequest) -> AsyncGenerator[tuple[int, RequestDelta], None]:
         """What a slow reader has not read yet is merged, as in the mailbox of each stream."""
         unread: dict[int, RequestDelta] = {}
         changed = asyncio.Event()

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
+from nanovllm.server.run import DrainingServer, address_of, listen
 from nanovllm.server.trace_app import make_trace_app
 from nanovllm.telemetry.trace import Replay, read_trace
 from tests.browser.watched import Watched, canonical, snapshot_of
@@ -374,7 +374,7 @@ def test_a_broken_trace_is_refused_in_words(page: Watched, trace: Path, tmp_path
 def test_trace_view_shows_the_recording_at_once(open_page: Callable[..., Watched], trace: Path) -> None:
     options = ServerOptions(port=0)
     listener = listen(options)
-    viewer = DrainingServer(uvicorn_config(make_trace_app(read_trace(trace)), options))
+    viewer = DrainingServer(make_trace_app(read_trace(trace)), options)
     thread = threading.Thread(target=viewer.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     until(lambda: viewer.started)

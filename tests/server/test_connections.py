@@ -25,7 +25,7 @@ from nanovllm.server import connections
 from nanovllm.server import run as server_run
 from nanovllm.server.connections import connection_limit
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
+from nanovllm.server.run import DrainingServer, address_of, listen
 from tests.server.rig import Running, command, running, until
 from tests.tiny_models import TinyModel
 
@@ -470,7 +470,7 @@ def test_what_is_no_http(server: Running) -> None:
 def serving(app: Any, options: ServerOptions, loop: Any = "auto") -> Iterator[tuple[DrainingServer, str]]:
     """An application without an engine."""
     listener = listen(options)
-    server = DrainingServer(uvicorn_config(app, options))
+    server = DrainingServer(app, options)
     server.config.loop = loop
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

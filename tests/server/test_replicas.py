@@ -41,7 +41,7 @@ def model(tiny: Callable[[str], TinyModel]) -> TinyModel:
 def url(model: TinyModel) -> Iterator[str]:
     """One Ray for all tests here: starting it takes longer than all of them."""
     from nanovllm.server.replicas import make_front, open_replicas
-    from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
+    from nanovllm.server.run import DrainingServer, address_of, listen
 
     kept = {name: os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED")}
     os.environ.pop("RAY_ADDRESS", None)
@@ -49,7 +49,7 @@ def url(model: TinyModel) -> Iterator[str]:
     options = ServerOptions(port=0, api_key=KEY, max_body_mb=0.1, allowed_hosts=("gpu-box",), allowed_origins=(APP,))
     config = EngineConfig.from_options(model=str(model.path), tensor_parallel_size=2, **ENGINE)
     with open_replicas(config, options, 2) as replicas, contextlib.closing(listen(options)) as listener:
-        server = DrainingServer(uvicorn_config(make_front(replicas, options), options))
+        server = DrainingServer(make_front(replicas, options), options)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield address_of(listener)

@@ -174,5 +174,5 @@ def test_serve_freezes_what_it_has_built(llama: TinyModel, monkeypatch: pytest.M
 
 def test_the_event_loop_is_uvloop_where_it_is_installed(llama: TinyModel) -> None:
     uvloop = pytest.importorskip("uvloop")
-    factory = server_run.uvicorn_config(lambda *_: None, ServerOptions()).get_loop_factory()  # type: ignore[arg-type]
+    factory = server_run.DrainingServer(lambda *_: None, ServerOptions()).config.get_loop_factory()  # type: ignore[arg-type]
     assert factory is uvloop.new_event_loop
