@@ -79,7 +79,7 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
         shown = page.page.evaluate("nanovllm.engine.history.steps.at(-1)")
         preempted, evicted = preempted + shown["preempted"], evicted + shown["evicted"]
         flagged += page.page.locator(".seq-flag:not(:empty)").count()  # those that were preempted and run again
-        owners = page.page.evaluate("[...nanovllm.telemetry.trace.owners.values()].map((ids) => ids.length)")
+        owners = page.page.evaluate("[...nanovllm.engine.replay.owners.values()].map((ids) => ids.length)")
         most_owners = max(most_owners, *owners, 0)
     assert page.page.evaluate(PIXELS) != before
     assert preempted == server.engine.scheduler.num_preemptions > 0, "the cache of this server is too small for all"
@@ -95,7 +95,7 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
     assert page.state()["seqs"] == []
     assert page.state()["cached"]
     assert page.find("feed").inner_text() == "live"
-    assert page.page.evaluate("nanovllm.telemetry.trace.resets") == 1, "all of it was replayed, nothing was told anew"
+    assert page.page.evaluate("nanovllm.engine.replay.resets") == 1, "all of it was replayed, nothing was told anew"
 
 
 def test_the_picture_is_drawn_again_whenever_it_must_be(page: Watched, server: Running) -> None:
@@ -273,7 +273,7 @@ def replayed(path: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-SHOWN = """() => { const r = nanovllm.telemetry.trace, seqs = [...r.seqs.values()], number = (a, b) => a - b; return {
+SHOWN = """() => { const r = nanovllm.engine.replay, seqs = [...r.seqs.values()], number = (a, b) => a - b; return {
     tables: Object.fromEntries(seqs.filter(s => s.blocks.length).map(s => [s.id, [...s.blocks]])),
     tokens: Object.fromEntries(seqs.map(s => [s.id, [s.tokens, s.computed, s.preemptions]])),
     held: [...r.held.keys()].sort(number), cached: r.toSnapshot().cached.sort(number), free: r.numFree }; }"""

@@ -40,7 +40,7 @@ WRONG_CELLS = """({ data, width, height }) => {
     }
     return wrong;
 }"""
-STATE = "() => window.nanovllm.telemetry.trace?.toSnapshot()"
+STATE = "() => window.nanovllm.engine.replay?.toSnapshot()"
 
 
 class Watched:

@@ -65,6 +65,25 @@ def test_a_next_turn_begins_with_the_last_one() -> None:
     assert not set(with_tools) & set(before)
 
 
+def test_conversations_meet_the_same_replica() -> None:
+    """What begins alike has the same first keys: the next turn of a conversation, the same instructions."""
+    long = "the men of the town sing in the rain " * 20
+    turn = {"role": "user", "content": long}
+    for one, two in (
+        ({"input": [turn]}, {"input": [turn, {"role": "user", "content": "b"}]}),
+        ({"input": long + "a"}, {"input": long + "b"}),
+        ({"instructions": long, "input": "a"}, {"instructions": long, "input": "b"}),
+        (
+            {"system": long, "messages": [{"role": "user", "content": "a"}]},
+            {"system": long, "messages": [{"role": "user", "content": "b"}]},
+        ),
+    ):
+        first, second = (body_keys(json.dumps(body).encode()) for body in (one, two))
+        assert first
+        assert first[:4] == second[:4]
+    assert body_keys(b'{"input": 5}') == body_keys(b'{"input": null}') == ()
+
+
 def test_bodies() -> None:
     def keys(**fields: Any) -> tuple[bytes, ...]:
         return body_keys(json.dumps(fields).encode())
