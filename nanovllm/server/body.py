@@ -44,7 +44,7 @@ class Body(BaseModel):
         unknown = [name for name in data if name not in known]
         is_loose = cls.model_config["extra"] == "ignore"
         ignored = [name for name in unknown if is_loose or name in cls.IGNORED]
-        refused = [name for name in unknown if name not in ignored]
+        refused = [] if is_loose else [name for name in unknown if name not in cls.IGNORED]
         for name in ignored + refused[1:]:  # one is enough to refuse the body: see FEW
             del data[name]
         if info.context is not None:

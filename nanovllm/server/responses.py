@@ -225,8 +225,8 @@ class ResponseAnswer(BlockAnswer[ResponseBody]):
         return self._event(f"{PARTS[block.kind]}.delta", **_place(block), delta=text, **_scores(block))
 
     def closed(self, block: Block) -> Iterator[Event]:
-        told = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
-        yield self._event(f"{PARTS[block.kind]}.done", **_place(block), **told, **_scores(block))
+        fields = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
+        yield self._event(f"{PARTS[block.kind]}.done", **_place(block), **fields, **_scores(block))
         if block.kind != "call":
             yield self._event("content_part.done", **_place(block), part=_part(block))
         yield self._event("output_item.done", output_index=block.index, item=self._item(block))

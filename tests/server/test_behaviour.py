@@ -223,7 +223,7 @@ def test_a_failed_step_is_an_error_without_its_text(
     assert server.post("/v1/completions", {"prompt": "the", "max_tokens": 2}).status_code == 200
 
 
-def test_a_poisoned_request_hurts_nobody(server: Running) -> None:
+def test_a_poisoned_request_hurts_no_other(server: Running) -> None:
     """Bad ones of every kind among good ones: the good ones' tokens are as if they were alone."""
     good = {**LONG, "max_tokens": 40}
     alone = server.post("/v1/completions", good).json()["choices"][0]["text"]
@@ -363,7 +363,7 @@ def test_the_user_is_in_the_log(server: Running, caplog: pytest.LogCaptureFixtur
     assert "request r7 is of user 'ann'" in caplog.text
 
 
-def test_a_slow_reader_holds_up_nobody_and_gets_all(server: Running) -> None:
+def test_a_slow_reader_holds_up_no_other_and_gets_all(server: Running) -> None:
     """It reads nothing until the others are done; what it then reads is whole."""
     body = {**LONG, "n": 4, "stream": True, "logprobs": 20}
     with server.http() as http, http.stream("POST", "/v1/completions", json=body) as slow:

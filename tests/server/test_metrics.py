@@ -83,6 +83,12 @@ def test_numbers_add_up(fresh: Running) -> None:
     assert found["vllm:prefix_cache_queries_total"] == 160
     assert found["vllm:prefix_cache_hits_total"] == 32 * 3
     assert found["vllm:kv_cache_usage_perc"] == 0
+    for stream in (False, True):
+        body = {"input": "the rain", "max_output_tokens": 6, "ignore_eos": True, "stream": stream}
+        assert fresh.post("/v1/responses", body).status_code == 200
+    later = read(fresh)
+    assert later["vllm:request_success_total length"] == 4
+    assert later["vllm:generation_tokens_total"] == 32 + 12
 
 
 def test_what_runs_and_who_left(fresh: Running) -> None:
