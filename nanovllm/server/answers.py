@@ -116,9 +116,9 @@ class Answer(Response, Generic[BodyT]):
     def usage(self) -> Usage:
         return Usage()
 
-    def failure(self, problem: ApiError) -> bytes:
+    def failure(self, problem: ApiError, path: str) -> bytes:
         """The last event, of an answer that has begun and cannot go on."""
-        return failure(problem)
+        return failure(problem, path)
 
     @property
     def has_frames(self) -> bool:
@@ -143,7 +143,7 @@ class Answer(Response, Generic[BodyT]):
             # The status line is out: the error is one more event.
             if not isinstance(error, ApiError):
                 logger.error("request %s failed in its stream", self.request_id, exc_info=error)
-            data = self.failure(as_api_error(error))
+            data = self.failure(as_api_error(error), scope["path"])
             await send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:

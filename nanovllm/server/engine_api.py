@@ -21,10 +21,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.engine.info import engine_info
-from nanovllm.errors import EngineDeadError
 from nanovllm.server.answers import EVENT_HEADERS
 from nanovllm.server.body import Body
-from nanovllm.server.errors import ApiError, as_api_error, bad_field
+from nanovllm.server.errors import ApiError, bad_field
 from nanovllm.server.files import add_page
 from nanovllm.server.guard import ClientGone, Guard
 from nanovllm.server.service import Service
@@ -106,27 +105,21 @@ class EventStream(Response):
         limit = self._service.options.max_watchers
         if len(self._watchers) >= limit:
             message = f"{limit} watch already (--max-watchers): close another page"
-            error = ApiError(429, message, code="too_many_watchers", headers={"Retry-After": "10"})
-            await error.response()(scope, receive, send)
-            return
+            raise ApiError(429, message, code="too_many_watchers", headers={"Retry-After": "10"})
         box = EventQueue()
         self._watchers.add(box)
         try:
             async with Guard(receive, float("inf")):
-                await self._stream(box, scope, receive, send)
+                await self._stream(box, send)
         except ClientGone:
             pass
         finally:
             self._watchers.discard(box)
             self._service.engine.detach(box)
 
-    async def _stream(self, box: EventQueue, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, box: EventQueue, send: Send) -> None:
         engine = self._service.engine
-        try:
-            await asyncio.wrap_future(engine.attach(box))
-        except EngineDeadError as error:
-            await as_api_error(error).response()(scope, receive, send)
-            return
+        await asyncio.wrap_future(engine.attach(box))  # an engine that has failed: 503
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         while (events := await box.take(KEEP_ALIVE_SECONDS)) is not None:
             body = b"".join(map(as_sse, events)) or b": keep-alive\n\n"

@@ -10,10 +10,8 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from nanovllm.server.answers import failure
 from nanovllm.server.blocks import Block, BlockAnswer, Content, DialectBody, Event, Typed, text_parts
 from nanovllm.server.body import FEW, Body, SentBack, ShortText, parse_object
-from nanovllm.server.errors import ApiError
 from nanovllm.server.prompts import tokenize
 from nanovllm.server.protocol import MAX_STOPS, MAX_TOOLS, ChatBody, TokenizeBody
 from nanovllm.server.service import Service
@@ -203,9 +201,6 @@ class MessagesAnswer(BlockAnswer[CountBody]):
 
     def whole(self) -> dict[str, Any]:
         return self._message([_block(block, parse_object(block.text)) for block in self.blocks])
-
-    def failure(self, problem: ApiError) -> bytes:
-        return failure(problem, "/v1/messages")
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -240,7 +240,7 @@ class ResponseAnswer(BlockAnswer[ResponseBody]):
     def whole(self) -> dict[str, Any]:
         return self._final
 
-    def failure(self, problem: ApiError) -> bytes:
+    def failure(self, problem: ApiError, path: str) -> bytes:
         error = {"code": problem.code or "server_error", "message": problem.message}
         return named_event(self._event("failed", response={**self._response("failed"), "error": error}))
 
