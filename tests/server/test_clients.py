@@ -41,16 +41,10 @@ def short_json(server: Running) -> dict[str, int]:
 # ---- bodies ----------------------------------------------------------------------------------------------------------
 
 ABOUT: dict[str, Any] = {
-    "store": True,
-    "metadata": {"a": "b"},
-    "user": "me",
-    "verbosity": "low",
-    "reasoning_effort": "high",
-    "prompt_cache_key": "k",
-    "safety_identifier": "s",
-    "service_tier": "flex",
+    "store": True, "metadata": {"a": "b"}, "user": "me", "verbosity": "low", "reasoning_effort": "high",
+    "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex",
     "prediction": {"type": "content", "content": "x"},
-}
+}  # fmt: skip
 CALLED = {
     "id": "abcdefgh1",
     "index": 0,

@@ -179,21 +179,11 @@ def test_without_events_only_the_facts_are_told(server: Running) -> None:
         ]
         assert client.get("/engine/trace").status_code == 404
     assert info == {
-        "events": False,
-        "replay": False,
-        "version": info["version"],
-        "model": server.model,
-        "policy": "fcfs",
-        "num_blocks": 128,
-        "block_size": 16,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": server.engine.max_model_len,
-        "prefix_caching": True,
-        "paused": False,
-        "device": server.engine.executor.device.name,
-        "sampling_defaults": {},
-    }
+        "events": False, "replay": False, "version": info["version"], "model": server.model, "policy": "fcfs",
+        "num_blocks": 128, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+        "max_model_len": server.engine.max_model_len, "prefix_caching": True, "paused": False,
+        "device": server.engine.executor.device.name, "sampling_defaults": {},
+    }  # fmt: skip
     for answer in answers:
         assert answer.status_code == 404
         assert "--events" in answer.json()["error"]["message"]
@@ -344,17 +334,10 @@ def test_a_step_of_nothing(watched: Running) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "field"),
-    [
-        ("control", {"action": "stop"}, "action"),
-        ("control", {"action": 3}, "action"),
-        ("control", {}, "action"),
-        ("control", {"action": "pause", "for": 3}, "for"),
-        ("control", {"action": "step"}, "action"),
-        ("policy", {"policy": "priority"}, "policy"),
-        ("policy", {"policy": None}, "policy"),
-        ("policy", [], None),
-    ],
-)
+    [("control", {"action": "stop"}, "action"), ("control", {"action": 3}, "action"), ("control", {}, "action"),
+     ("control", {"action": "pause", "for": 3}, "for"), ("control", {"action": "step"}, "action"),
+     ("policy", {"policy": "priority"}, "policy"), ("policy", {"policy": None}, "policy"), ("policy", [], None)],
+)  # fmt: skip
 def test_bad_controls_are_named(watched: Running, path: str, body: Any, field: str | None) -> None:
     answer = watched.post(f"/engine/{path}", body)
     assert answer.status_code == 400

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.rig import Running
+from tests.server.rig import Running, events_of
 from tests.server.test_refusals import HI, check_error
 from tests.tiny_models import TinyModel
 
@@ -166,34 +166,18 @@ def test_prompts_are_truncated_from_the_left(server: Running, llama: TinyModel) 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_not_cut_by_stop_strings(server: Running, stream: bool) -> None:
     """Its text is the server's own business, and half a call is of no use."""
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {
-                "properties": {"a": {"const": "stop here"}},
-                "required": ["a"],
-                "additionalProperties": False,
-            },
-        },
-    }
+    schema = {"properties": {"a": {"const": "stop here"}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     ban = {str(i): -100 for i in range(300) if not server.engine.tokenizer.decode([i]).strip()}
-    body = {
-        "messages": HI,
-        "tools": [tool],
-        "stop": ["here", "{", '"'],
-        "stop_token_ids": list(range(7, 100)),
-        "max_tokens": 110,
-        "logit_bias": ban,
-        "stream": stream,
-        "truncate_prompt_tokens": 20,
-    }
+    stops = {"stop": ["here", "{", '"'], "stop_token_ids": list(range(7, 100))}
+    limits = {"max_tokens": 110, "logit_bias": ban, "truncate_prompt_tokens": 20}
+    body = {"messages": HI, "tools": [tool], "stream": stream, **stops, **limits}
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         sent = {**body, "tool_choice": choice, "parallel_tool_calls": False}
         answer = server.post("/v1/chat/completions", sent)
         assert answer.status_code == 200, answer.text
         if stream:
-            events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+            events = events_of(answer.text)
             calls = [call for e in events for call in e["choices"][0]["delta"].get("tool_calls", [])]
             text = "".join(call["function"]["arguments"] for call in calls)
             reason = events[-1]["choices"][0]["finish_reason"]

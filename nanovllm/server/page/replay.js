@@ -4,7 +4,7 @@
 //   replay.apply(event);                      // in order; a "snapshot" replaces all that came before
 //   replay.owners.get(block)                  // the sequences that share a block, undefined if none owns it
 //
-// A feed of *plans* is enough. A plan names the blocks that enter each block table, and the sequences that left; everything else
+// A feed of *plans* is enough. A plan names the blocks that enter each block table and the sequences that left; all else
 // (reference counts, free blocks, progress) follows. What is drawn is therefore computed here a second time, and a test
 // compares it with a fresh snapshot of the server.
 
