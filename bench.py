@@ -15,7 +15,7 @@ from typing import Any
 
 from nanovllm.bench.report import finish, make_report
 from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
-from nanovllm.bench.workload import Lengths, Shape
+from nanovllm.bench.workload import Lengths, WorkloadShape
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import NanoVLLMError
@@ -48,16 +48,16 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def choose_shapes(args: argparse.Namespace) -> list[Shape]:
+def choose_shapes(args: argparse.Namespace) -> list[WorkloadShape]:
     num_seqs, length = (256, "1024") if Device.choose(args.device).is_gpu else (16, "128")
     if num_seqs != 256 and None in (args.num_seqs, args.input_lens, args.output_len):
         print(f"no GPU: what is not given is smaller (--num-seqs {num_seqs}, lengths up to {length})", file=sys.stderr)
     output_len = Lengths.parse(args.output_len or length, SMALLEST)
     input_lens = ",".join(args.input_lens or [length]).split(",")  # with spaces or with commas
-    return [Shape(args.num_seqs or num_seqs, Lengths.parse(text, SMALLEST), output_len) for text in input_lens]
+    return [WorkloadShape(args.num_seqs or num_seqs, Lengths.parse(text, SMALLEST), output_len) for text in input_lens]
 
 
-def bench_backend(args: argparse.Namespace, shapes: list[Shape], attn_backend: str) -> Iterator[dict[str, Any]]:
+def bench_backend(args: argparse.Namespace, shapes: list[WorkloadShape], attn_backend: str) -> Iterator[dict[str, Any]]:
     options = {
         name: getattr(args, name)
         for name in ("model", "load_format", "device", "dtype", "max_model_len", "enforce_eager", "seed")

@@ -1,6 +1,6 @@
-# Sourced by demo.sh and test.sh: a Python, a virtual environment in .venv, this package in it.
+# Sourced by demo.sh, test.sh and the Dockerfile: a Python, a virtual environment in .venv, this package in it.
 #
-#   ensure_installed EXTRA     EXTRA is "", "server" or "test"; afterwards $VENV/bin/python has the package
+#   ensure_installed EXTRA     EXTRA is "", "server", "server,gpu" or "test"; afterwards $VENV/bin/python has the package
 #
 # What is done is not done again: a stamp in .venv, written after a successful install, holds the hash of
 # pyproject.toml and the Python version. An interrupted install leaves no stamp and is repeated.

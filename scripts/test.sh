@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks from a fresh clone: ruff, mypy, pytest.  scripts/test.sh [arguments of pytest]
+# All checks from a fresh clone: format, lint, types, tests.  scripts/test.sh [arguments of pytest]
 # Every check runs even if one before it failed; the exit code is 0 only if all passed.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
@@ -18,9 +18,10 @@ check() { # NAME COMMAND...
     summary="$summary$(printf '%-8s %s in %d s' "$name" "$result" $((SECONDS - started)))"$'\n'
 }
 
-check ruff "$VENV/bin/python" -m ruff check .
-check mypy "$VENV/bin/python" -m mypy
+check format "$VENV/bin/python" -m ruff format --check --quiet .
+check lint "$VENV/bin/python" -m ruff check .
+check types "$VENV/bin/python" -m mypy
 # Whole files go to two processes: most tests are small and use one core.
-check pytest "$VENV/bin/python" -m pytest -n 2 --dist loadfile --durations=10 "$@"
+check tests "$VENV/bin/python" -m pytest -n 2 --dist loadfile --durations=10 "$@"
 printf '\n%s' "$summary"
 exit "$status"

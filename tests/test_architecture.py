@@ -226,7 +226,6 @@ def test_files_are_short_and_begin_with_their_contract(path: Path) -> None:
 
 @each_file
 def test_nothing_unpickles_or_runs_code_of_a_model(path: Path) -> None:
-    """Lessons 26 and 28."""
     imported = {name.split(".")[0] for name in imports_of(tree_of(path))}
     assert not imported & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
     for node in ast.walk(tree_of(path)):
@@ -246,7 +245,7 @@ def test_nothing_unpickles_or_runs_code_of_a_model(path: Path) -> None:
 
 @each_file
 def test_no_state_outside_objects(path: Path) -> None:
-    """Lesson 14: no `global`, and no module variable that could be one (a bare lower-case name set at the top)."""
+    """No `global`, and no module variable that could be one (a bare lower-case name set at the top)."""
     for node in ast.walk(tree_of(path)):
         assert not isinstance(node, ast.Global), f"{name_of(path)}:{node.lineno} global"
     for node in tree_of(path).body:
@@ -284,6 +283,21 @@ NAMES = {
 def test_known_names_are_where_people_look(file: str) -> None:
     classes = {node.name for node in tree_of(PACKAGE / file).body if isinstance(node, ast.ClassDef)}
     assert NAMES[file] <= classes
+
+
+# Folders of tests that are no room: what needs a card or a browser, what runs whole engines, and shared files.
+ACROSS = {"gpu", "browser", "parity", "simulation", "learn", "fixtures"}
+
+
+def test_tests_mirror_the_rooms() -> None:
+    folders = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - ACROSS <= {name for name in FLOORS if (PACKAGE / name).is_dir()}
+
+
+def test_reasons_are_in_the_repository() -> None:
+    """A comment gives its reason, not the number of a list that a reader does not have."""
+    for path in (*FILES, *Path(__file__).parent.rglob("*.py")):
+        assert not re.search(r"\blessons? \d", path.read_text(encoding="utf-8"), re.IGNORECASE), path
 
 
 def test_a_public_class_name_exists_once() -> None:

@@ -44,7 +44,6 @@ def refused(llm: LLM, llama: TinyModel, prompt: Any, params: Any = GREEDY, **opt
 
 @pytest.mark.parametrize("prompt", [[[]], {"prompt_token_ids": []}, {"prompt_token_ids": ()}])
 def test_empty_prompt(llm: LLM, llama: TinyModel, prompt: Any) -> None:
-    """Lesson 4."""
     with pytest.raises(RequestError, match=r"empty.*at least one token"):
         llm.generate(prompt, GREEDY, use_tqdm=False)
     assert_answers(llm, llama)
@@ -68,7 +67,7 @@ def test_ids_outside_the_vocabulary(llm: LLM, llama: TinyModel, bad: Any) -> Non
 
 @pytest.mark.parametrize("extra", [0, 1, 1000])
 def test_too_long_for_the_model(llm: LLM, llama: TinyModel, extra: int) -> None:
-    """Lesson 5. One token less is served."""
+    """One token less is served."""
     message = refused(llm, llama, {"prompt_token_ids": [5] * (MAX_POSITION + extra)})
     for part in (f"{MAX_POSITION + extra} tokens", f"max_model_len={MAX_POSITION}", "shorten"):
         assert part in message
@@ -78,7 +77,7 @@ def test_too_long_for_the_model(llm: LLM, llama: TinyModel, extra: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [32, 33, 100])
 def test_larger_than_the_whole_cache(make_llm: MakeLLM, llama: TinyModel, num_tokens: int) -> None:
-    """Lesson 2: it killed the engine and every later request; here those before and after are served."""
+    """It killed the engine and every later request; here those before and after are served."""
     llm = make_llm(num_kvcache_blocks=2, kvcache_block_size=16)
     message = refused(llm, llama, {"prompt_token_ids": [5] * num_tokens})
     for part in (str(num_tokens), "holds 32", "num_kvcache_blocks"):
@@ -87,7 +86,7 @@ def test_larger_than_the_whole_cache(make_llm: MakeLLM, llama: TinyModel, num_to
 
 
 def test_huge_prompts_are_refused_without_reading_them(llm: LLM, llama: TinyModel) -> None:
-    """Lesson 4: 100 MB of text would take a minute to tokenise, only to be refused."""
+    """100 MB of text would take a minute to tokenise, only to be refused."""
     started = time.monotonic()
     assert "100000000 characters" in refused(llm, llama, "a " * 50_000_000)
     assert "20000000 tokens" in refused(llm, llama, {"prompt_token_ids": [5] * 20_000_000})
@@ -169,7 +168,6 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_bad_params_never_reach_the_engine(params: dict[str, Any], parts: tuple[str, ...]) -> None:
-    """Lessons 1 and 4."""
     with pytest.raises(RequestError) as error:
         SamplingParams(**params)
     for part in parts:
@@ -177,7 +175,7 @@ def test_bad_params_never_reach_the_engine(params: dict[str, Any], parts: tuple[
 
 
 def test_unknown_keywords() -> None:
-    """Lesson 1: honoured or refused by name, never ignored."""
+    """Honoured or refused by name, never ignored."""
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"'max_model_length'.*did you mean 'max_model_len'"):
@@ -351,7 +349,7 @@ def test_a_config_that_is_no_json(make_llm: MakeLLM, llama_copy: Path) -> None:
 
 
 def test_a_booby_trapped_folder_runs_nothing(make_llm: MakeLLM, llama: TinyModel, llama_copy: Path) -> None:
-    """Lesson 28: code that a model folder brings along is never imported, asked for or not."""
+    """Code that a model folder brings along is never imported, asked for or not."""
     trap = "open({!r}, 'w').close()\nclass C: pass\nTinyConfig = TinyModel = TinyTokenizer = C\n"
     sprung = llama_copy / "sprung"
     for module in ("configuration_tiny", "modeling_tiny", "tokenization_tiny", "__init__", "tokenizer_config"):
@@ -376,7 +374,7 @@ def test_a_booby_trapped_folder_runs_nothing(make_llm: MakeLLM, llama: TinyModel
 
 
 def test_a_chat_template_is_sandboxed(make_llm: MakeLLM, llama_copy: Path, llama: TinyModel) -> None:
-    """Lesson 28: a template can reach neither Python's internals nor change what it is given."""
+    """A template can reach neither Python's internals nor change what it is given."""
     for template in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",

@@ -29,6 +29,7 @@ from nanovllm.server.options import ServerOptions
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanovllm"
 READMES = ("README.md", "README.zh-CN.md")
+FEATURES = ("docs/features.md", "docs/features.zh-CN.md")
 OPTIONS = ("docs/options.md", "docs/options.zh-CN.md")
 DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
 NAMING = [
@@ -106,7 +107,7 @@ def find(node: ast.AST, dotted: str) -> bool:
 
 
 def find_file(name: str) -> Path | None:
-    places = [PACKAGE / name, ROOT / name]
+    places = [PACKAGE / name, ROOT / name, ROOT / "docs/learn" / name]
     if "/" not in name:
         places += PACKAGE.rglob(name)
     return next((place for place in places if place.is_file()), None)
@@ -390,7 +391,10 @@ def check_command(line: str) -> None:
             assert (ROOT / word).exists(), line
 
 
-@pytest.mark.parametrize("page", [*READMES, "CONTRIBUTING.md", "docs/low-rank-experts.md"])
+WITH_COMMANDS = ["README.md", "CONTRIBUTING.md", "docs/benchmarks.md", "docs/features.md", "docs/low-rank-experts.md"]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_commands_exist(page: str) -> None:
     lines = commands(read(page))
     assert lines
@@ -432,20 +436,7 @@ def test_commands_in_the_text_exist(page: str) -> None:
             parse_command(span)
 
 
-def test_both_readmes_show_the_same() -> None:
-    english, chinese = (read(page) for page in READMES)
-    assert commands(english) == commands(chinese)
-    parsed = [[ast.dump(ast.parse(block)) for block in blocks(text, "python")] for text in (english, chinese)]
-    assert parsed[0] == parsed[1]
-    assert [len(table_rows(part)) for part in english.split("\n## ")] == [
-        len(table_rows(part)) for part in chinese.split("\n## ")
-    ]
-    for text in (english, chinese):
-        assert re.search(r"<!-- bench:cpu -->.*<!-- /bench:cpu -->", text, re.S)
-        assert text.count("bench:cpu -->") == 2
-
-
-@pytest.mark.parametrize("page", READMES)
+@pytest.mark.parametrize("page", FEATURES)
 def test_lists_of_what_is_supported(page: str) -> None:
     from nanovllm.models.registry import FAMILIES
     from nanovllm.weights.gguf_checkpoint import ARCHITECTURES
@@ -455,8 +446,8 @@ def test_lists_of_what_is_supported(page: str) -> None:
     assert rows["RoPE"] == set(ROPE_TYPES)
     assert rows["GGUF"] == set(ARCHITECTURES) | {kind.name for kind in TENSOR_TYPES.values()}
     known = {name for family in FAMILIES for name in family.ARCHITECTURES}
-    assert rows["Architectures" if page == "README.md" else "架构"] == known
-    assert rows["Scheduling policies" if page == "README.md" else "调度策略"] == set(POLICIES)
+    assert rows["Architectures" if page == FEATURES[0] else "架构"] == known
+    assert rows["Scheduling policies" if page == FEATURES[0] else "调度策略"] == set(POLICIES)
 
 
 @pytest.mark.parametrize("page", READMES)
@@ -494,7 +485,7 @@ def run_block(code: str) -> None:
 
 
 def test_the_python_examples_run(default_model: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = blocks(read("README.md"), "python")
+    [first], [second] = (blocks(read(page), "python") for page in ("README.md", "docs/features.md"))
     run_block(first)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 4
@@ -510,3 +501,19 @@ def test_the_python_examples_run(default_model: bool, capsys: pytest.CaptureFixt
 def test_python_blocks_compile(page: str) -> None:
     for block in blocks(read(page), "python"):
         compile(block, page, "exec")
+
+
+def test_the_commands_for_contributors_are_there() -> None:
+    """One each for format, lint, types and tests; the programs come with the extra `test`."""
+    said = dict(row for row in table_rows(read("CONTRIBUTING.md")) if len(row) == 2)
+    programs = {name: spans(said[name])[0].split()[0] for name in ("Format", "Lint", "Types", "Tests")}
+    assert programs == {"Format": "ruff", "Lint": "ruff", "Types": "mypy", "Tests": "pytest"}
+    extra = re.search(r"^test = \[(.*?)^\]", read("pyproject.toml"), re.M | re.S)
+    assert extra
+    assert {"ruff", "mypy", "pytest"} <= set(re.findall(r'"([\w-]+)', extra[1]))
+
+
+def test_every_folder_of_the_package_has_its_row() -> None:
+    rows = [cell for row in table_rows(read("CONTRIBUTING.md")) for cell in spans(row[0])]
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {f"{name}/" for name in folders} <= set(rows)

@@ -41,7 +41,7 @@ def test_defaults() -> None:
 
 
 def test_nine_query_and_three_kv_heads() -> None:
-    """Lesson 19: SmolLM2's shape."""
+    """SmolLM2's shape."""
     config = load(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
     assert load(head_dim=80).head_dim == 80
@@ -119,7 +119,7 @@ def test_untrusted_values_of_the_wrong_type_are_refused(changes: dict[str, objec
         load(**changes)
 
 
-# ---- RoPE (lesson 16: scaling silently ignored gives wrong text without an error) ------------------------------------
+# ---- RoPE: scaling that is silently ignored gives wrong text without an error ------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn"])
@@ -252,7 +252,7 @@ def test_sliding_window_forms(changes: dict[str, object], window: int | None, la
     ],
 )
 def test_eos_comes_from_both_files(config: object, generation: dict[str, object] | None, ids: tuple[int, ...]) -> None:
-    """Lesson 18: only one eos token ended a sequence, generation_config's list was ignored."""
+    """Only one eos token ended a sequence, generation_config's list was ignored."""
     assert load(generation, eos_token_id=config).eos_token_ids == ids
 
 

@@ -1,4 +1,4 @@
-"""SamplingParams: a value that would hurt the engine (lesson 4) is refused before it gets there, and says why."""
+"""SamplingParams: a value that would hurt the engine is refused before it gets there, and says why."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_values_are_normalised_once() -> None:
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (9e-6, True), (1.1e-5, False), (1, False)])
 def test_greedy_is_a_contract(temperature: float, greedy: bool) -> None:
-    """Lesson 1: temperature=0 was refused by an assert."""
+    """Temperature=0 was refused by an assert."""
     assert SamplingParams(temperature=temperature).is_greedy is greedy
 
 

@@ -36,7 +36,7 @@ CHINESE: Words = {
     "measured": "测于",
     "hf": "Hugging Face tok/s",
 }
-PAGES = {"README.md": ENGLISH, "README.zh-CN.md": CHINESE}
+PAGES = {"docs/benchmarks.md": ENGLISH, "docs/benchmarks.zh-CN.md": CHINESE}
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:

@@ -275,9 +275,9 @@ def moe(
 
 @bench.command()
 def tables(
-    folder: Annotated[Path, typer.Argument(help="The project's root: READMEs and benchmarks/results/.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(help="The project's root: docs/ and benchmarks/results/.")] = Path("."),
 ) -> None:
-    """Write the tables of the READMEs anew from the JSON files under benchmarks/results/."""
+    """Write the tables of docs/benchmarks.md anew from the JSON files under benchmarks/results/."""
     from nanovllm.bench.report import RESULTS
     from nanovllm.bench.tables import PAGES, fill, read_results
 

@@ -298,12 +298,12 @@ class AsyncLLMEngine:
                 self._stopping = True
             try:
                 self.engine.close()
-            except Exception:  # whoever waits must still be told
+            except Exception:  # the streams below must still get their error
                 logger.exception("closing the engine failed")
             self._run_commands(wait=False)  # commands queued meanwhile are refused, so that their callers do not wait
             for stream in self._streams.values():
-                error = EngineDeadError(f"the engine was closed while this request ran{self._why()}")
-                _call(stream.loop, stream.fail, error)
+                dead = EngineDeadError(f"the engine was closed while this request ran{self._why()}")
+                _call(stream.loop, stream.fail, dead)
 
     def _step(self, alone: bool = False) -> None:
         self._step_began = time.monotonic()

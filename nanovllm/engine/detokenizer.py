@@ -62,6 +62,7 @@ class Detokenizer:
         # A half character at the end of the prompt belongs to the output that completes it; if none does, it is prompt.
         self._shown = text[: _decided(text)]
         self._num_broken = len(text) - len(self._shown)  # U+FFFD of the prompt that the next text may begin with
+        self._num_settled = 0
         self._settle()
 
     def take(self) -> str:

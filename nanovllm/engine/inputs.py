@@ -106,7 +106,8 @@ class InputProcessor:
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True begins no new message: set add_generation_prompt=False")
         extra = self._checked_template_options(chat_template, chat_template_kwargs)
-        rows, shown = [_plain_message(message) for message in messages], list(tools or ())
+        rows = [_plain_message(message) for message in messages]
+        shown: list[Any] = list(tools or ())
         if not cleaned:
             rows, shown = self.control_tokens.clean_chat(rows, shown)
         try:
@@ -192,9 +193,9 @@ class InputProcessor:
             check_unicode("the prompt", text or "")
             check_unicode("cache_salt", salt)
             return text, token_ids, salt
-        prompt = _as_python(prompt)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return None, prompt, ""
+        token_ids = _as_python(prompt)
+        if isinstance(token_ids, Sequence) and not isinstance(token_ids, (bytes, bytearray)):
+            return None, token_ids, ""
         raise RequestError(f"a prompt must be a string, token ids or a dict, not {type(prompt).__name__}")
 
 

@@ -143,7 +143,7 @@ class Request:
     def _position(self, score: TokenLogprobs) -> PositionLogprobs:
         return {
             token_id: Logprob(logprob, rank, self._decode(token_id))
-            for token_id, logprob, rank in zip(score.token_ids, score.logprobs, score.ranks)
+            for token_id, logprob, rank in zip(score.token_ids, score.logprobs, score.positions)
         }
 
     def _decode(self, token_id: int) -> str | None:

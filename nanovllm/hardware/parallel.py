@@ -229,7 +229,7 @@ def connect(
         options._timeout = limit
         torch.cuda.set_device(device)
         return Parallel(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # By name or by default gloo would listen on whatever address the host's name resolves to.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = limit

@@ -8,6 +8,7 @@ the norm that follows it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import Experts, MakeExperts, MoeLayer
+from nanovllm.moe.layer import MakeExperts, MoeLayer
 from nanovllm.moe.resident import ResidentExperts
 from nanovllm.weights.rules import Rule
 
@@ -72,8 +73,11 @@ class DecoderLayer(Layer):
         sizes, biases = (config.hidden_size, spec, config.num_kv_heads), (style.qkv_bias, style.out_bias)
         self.attention = Attention(*sizes, parts.backend, build, *biases, eps if style.head_norm else None)
         self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
+        self.mlp: Any  # a MoeLayer or a GatedMLP
         if config.moe is not None and config.moe.layers[index]:
-            self.mlp = MoeLayer(config.moe, config.hidden_size, make_experts(index, config, parts), build)
+            make = parts.experts or (lambda _, *sizes: ResidentExperts(*sizes))
+            experts = make(index, config.moe, config.hidden_size, build)
+            self.mlp = MoeLayer(config.moe, config.hidden_size, experts, build)
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, build)
 
@@ -105,14 +109,9 @@ class DecoderLayer(Layer):
         return gemv(gated, mlp.down.weight, mlp.down.bias, residual=x)
 
 
-def make_experts(index: int, config: ModelConfig, parts: Parts) -> Experts:
-    assert config.moe is not None
-    if parts.experts is None:
-        return ResidentExperts(config.moe, config.hidden_size, parts.build)
-    return parts.experts(index, config.moe, config.hidden_size, parts.build)
-
-
 class Transformer(Layer):
+    cos_sin: torch.Tensor
+
     def __init__(self, config: ModelConfig, style: Style, parts: Parts) -> None:
         super().__init__()
         build = parts.build
@@ -121,7 +120,7 @@ class Transformer(Layer):
         self.specs = attention_specs(config, build.dtype, build.parallel)  # one per layer
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         layers = (DecoderLayer(i, config, style, parts, spec) for i, spec in enumerate(self.specs))
-        self.layers = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         tied = self.embed if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, build, tied)

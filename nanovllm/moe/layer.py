@@ -21,7 +21,7 @@ class Experts(Protocol):
 
     graph_safe: bool  # no host sync and fixed addresses: a step with these experts can be captured
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, /) -> torch.Tensor:
         """x [tokens, hidden], ids int32 and weights float32 [tokens, top_k] -> [tokens, hidden]."""
 
 

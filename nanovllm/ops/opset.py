@@ -25,7 +25,7 @@ class Ops:
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     qk_norm_rope: Callable[..., torch.Tensor]
-    gemv: Callable[..., torch.Tensor] | None  # a linear map of few rows, fused with the norm, gate or sum around it
+    gemv: Any  # None without Triton. A linear map of few rows, fused with the norm, gate or sum around it
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # this and the next two: ops/moe.py
     expert_pairs: Callable[..., torch.Tensor]
     sum_pairs: Callable[[torch.Tensor], torch.Tensor]

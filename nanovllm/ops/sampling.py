@@ -25,6 +25,8 @@ Triton twin: `ops/triton/sampling.py`, equal except where two candidates lie wit
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 TILE = 2048  # part of the definition: another tile size draws other tokens
@@ -181,8 +183,8 @@ def filtered_reference(
             break
         width = min(width, int(limits[waiting].max()))
         x = logits if len(waiting) == len(logits) else logits[waiting]
-        filters = (part[waiting] for part in (scales, limits, top_ps, min_ps, totals))
-        ids, counts, settled = kept_ids(x, *filters, width)
+        few: Any = (part[waiting] for part in (scales, limits, top_ps, min_ps, totals))
+        ids, counts, settled = kept_ids(x, *few, width)
         done, ids, counts = waiting[settled], ids[settled], counts[settled]
         noise = gumbel(philox(seeds[done], ids, positions[done], LEVEL_COLUMN))
         scores = logits[done.unsqueeze(1), ids] * scales[done] + noise

@@ -28,14 +28,16 @@ from nanovllm.scheduling.plan import StepPlan
 
 class Executor(Protocol):
     device: Device
-    layout: CacheLayout
+
+    @property
+    def layout(self) -> CacheLayout: ...
 
     @property
     def overlap(self) -> int: ...
 
     @property
     def decode_steps(self) -> int:
-        """Tokens between two looks of the scheduler, for who does not say."""
+        """Decode steps per launch when EngineConfig.decode_steps is None."""
         ...
 
     def launch(self, plan: StepPlan) -> InFlight: ...

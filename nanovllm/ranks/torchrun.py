@@ -54,13 +54,14 @@ class Place:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if not all(environ.get(name, "").isdigit() for name in names) or not environ.get("MASTER_ADDR"):
             return None
-        return cls(*(int(environ[name]) for name in names), environ["MASTER_ADDR"])
+        rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+        return cls(rank, size, local_rank, local_size, environ["MASTER_ADDR"])
 
     def address(self) -> str:
         """Where the other ranks reach this one."""
         if self.local_size == self.size:
             return LOOPBACK
-        found = own_address(socket.getaddrinfo(self.master, None)[0][4][0])
+        found = own_address(str(socket.getaddrinfo(self.master, None)[0][4][0]))
         if found.startswith("127.") or found == "::1":
             raise ConfigError(
                 f"MASTER_ADDR={self.master} is a loopback address on this machine, so no other can reach it: give "

@@ -41,7 +41,8 @@ class CapturedSteps:
 
     def capture(self, capture: Capture, max_num_tokens: int) -> None:
         for size in reversed([size for size in TOKEN_BUCKETS if size <= max_num_tokens]):
-            upload, out = self._transfers.fixed(self._padded(StepInputs.empty(), size)), []
+            upload = self._transfers.fixed(self._padded(StepInputs.empty(), size))
+            out: list[StepOutput] = []
 
             def compute(upload: FixedUpload = upload, out: list[StepOutput] = out) -> None:
                 out[:] = [self._compute(upload.tensors, self._bounds)]

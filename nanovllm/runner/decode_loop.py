@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
@@ -64,8 +64,8 @@ class Lanes:
         )
 
     def first(self, count: int) -> Lanes:
-        parts = (self.rows, self.tokens, self.positions, self.context_lens, self.slots, self.block_tables, self.out)
-        return Lanes(*(part[:count] for part in parts), self.step)
+        parts = {field.name: getattr(self, field.name)[:count] for field in fields(self)}
+        return Lanes(**{**parts, "step": self.step})
 
 
 @dataclass(frozen=True)

@@ -68,18 +68,16 @@ class Wanted:
                 ]
         for place, lane in enumerate(self._wide):
             for step, token in enumerate(drawn[lane]):
-                num_top = self._num_tops[lane]
-                assert num_top is not None
-                found[lane][step] = token_logprobs(self._logits[step][place], token, num_top)
+                found[lane][step] = token_logprobs(self._logits[step][place], token, self._num_tops[lane] or 0)
         return found
 
 
 def _record(token: int, logprobs: list[float], ids: list[int]) -> TokenLogprobs:
-    """Column 0: the token's own logprob, and its rank in the place of an id."""
+    """Column 0: the token's own logprob, and its position in the place of an id."""
     record = TokenLogprobs([token], [logprobs[0]], [ids[0]])
     for place, (other, value) in enumerate(zip(ids[1:], logprobs[1:]), start=1):
         if other != token and value > float("-inf"):
             record.token_ids.append(other)
             record.logprobs.append(value)
-            record.ranks.append(place)
+            record.positions.append(place)
     return record

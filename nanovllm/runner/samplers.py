@@ -27,7 +27,10 @@ from nanovllm.scheduling.plan import Arrival, PlanEntry
 class StepReports(Protocol):
     """The logprobs that the sequences of a plan ask for."""
 
-    after_step: Callable[[Any], None] | None  # gets the StepOutput of each step, before the next one overwrites it
+    @property
+    def after_step(self) -> Callable[[Any], None] | None:
+        """Gets the StepOutput of each step, before the next one overwrites it."""
+        ...
 
     def start(self) -> None:
         """Every step is queued."""

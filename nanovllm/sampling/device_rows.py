@@ -68,7 +68,7 @@ class DeviceRows:
             recent[np.arange(first, len(asked.token_ids)) % spec.RECENT] = asked.token_ids[first:]
             state.recent[row].copy_(send([recent])[0])
         if asked.params.allowed_token_ids is not None:
-            state.mask[row].copy_(send([bits_of(asked.params.allowed_token_ids, vocab)])[0])
+            state.mask[row].copy_(send([bits_of(list(asked.params.allowed_token_ids), vocab)])[0])
 
     def send_masks(self, rows: list[int], words: np.ndarray, send: Send) -> None:
         """words [rows, vocab / 32]: of the tokens that each row's grammar allows next."""
@@ -78,7 +78,8 @@ class DeviceRows:
     # ---- edits -------------------------------------------------------------------------------------------------
 
     def _take_edits(self, row: int, asked: SamplingRow) -> bool:
-        edits, words = [], []
+        edits: list[tuple[float, ...]] = []
+        words: list[int] = []
         for token, bias in asked.params.logit_bias.items() if asked.params.logit_bias else ():
             edits.append((token, bias, ALWAYS, 0, 0, 0))
         until = asked.num_prompt + asked.params.min_tokens

@@ -43,7 +43,7 @@ class TokenLogprobs:
 
     token_ids: list[int]
     logprobs: list[float]
-    ranks: list[int]  # 1 + the number of strictly more likely tokens for the first; 1, 2, ... for the others
+    positions: list[int]  # 1 + the number of strictly more likely tokens for the first; 1, 2, ... for the others
 
 
 @dataclass(slots=True)

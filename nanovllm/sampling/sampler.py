@@ -110,17 +110,17 @@ def _describe(logprobs: torch.Tensor, token_ids: torch.Tensor, num_tops: list[in
     vocab = logprobs.shape[-1]
     num_tops = [vocab if num_top == -1 else num_top for num_top in num_tops]
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
-    ranks = (logprobs > chosen).sum(-1) + 1
+    places = (logprobs > chosen).sum(-1) + 1
     width = min(max(num_tops), vocab)
     best = top_ids(logprobs, width)
-    columns = (token_ids, chosen.squeeze(1), ranks, best, logprobs.gather(1, best))
+    columns = (token_ids, chosen.squeeze(1), places, best, logprobs.gather(1, best))
     reports = []
-    for num_top, token, logprob, rank, ids, values in zip(num_tops, *(column.tolist() for column in columns)):
-        report = TokenLogprobs([token], [logprob], [rank])
+    for num_top, token, logprob, own, ids, values in zip(num_tops, *(column.tolist() for column in columns)):
+        report = TokenLogprobs([token], [logprob], [own])
         for place, (other, value) in enumerate(zip(ids[:num_top], values[:num_top]), start=1):
             if other != token:
                 report.token_ids.append(other)
                 report.logprobs.append(value)
-                report.ranks.append(place)
+                report.positions.append(place)
         reports.append(report)
     return reports

@@ -30,7 +30,7 @@ def _cells(logits: torch.Tensor, ids_of_rows: Iterable[tuple[int, Sequence[int] 
 
 
 def allowed_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    limited = [(i, row.params.allowed_token_ids) for i, row in enumerate(rows) if row.params.allowed_token_ids]
+    limited = [(i, list(ids)) for i, row in enumerate(rows) if (ids := row.params.allowed_token_ids)]
     cells = _cells(logits, limited)
     kept = logits.view(-1)[cells]
     logits[[i for i, _ in limited]] = NEG_INF
@@ -60,7 +60,7 @@ def min_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
 
 def logit_bias(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     vocab = logits.shape[-1]
-    pairs = [(i, t, b) for i, row in enumerate(rows) for t, b in row.params.logit_bias.items() if t < vocab]
+    pairs = [(i, t, b) for i, row in enumerate(rows) for t, b in (row.params.logit_bias or {}).items() if t < vocab]
     cells = _cells(logits, ((i, [token]) for i, token, _ in pairs))
     logits.view(-1)[cells] += torch.tensor([bias for _, _, bias in pairs], device=logits.device)
     return logits

@@ -32,7 +32,7 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("nanovllm")
 # JSON allows endless white space between two values, and small models gladly write it until max_tokens.
-JSON_SPACES = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,32}"}
+JSON_SPACES: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,32}"}
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark has a single colon
 # Each of these could ban what the grammar demands, and then nothing could be sampled.
 CONFLICTS = {"ignore_eos": False, "min_tokens": 0, "allowed_token_ids": None, "bad_words": ()}
@@ -184,7 +184,7 @@ def allowed_words(asked: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np
         if matcher.is_error():  # out of fuel: end the text rather than the step, which has other people's rows
             logger.warning("structured output given up: %.200s", str(matcher.get_error()).strip())
             words[i] = 0
-    for i in np.flatnonzero(~words.any(1)):
+    for i in np.flatnonzero(~words.any(1)).tolist():
         words[i] = bits_of(grammar.eos_token_ids, vocab)
     return words
 

@@ -24,7 +24,7 @@ Key = tuple[int, ...]
 class Policy:
     name: str
     admission_key: Callable[[Sequence], Key]  # smallest is admitted first
-    rank: Callable[[Sequence], Key]  # running sequences are served in this order; the largest is preempted
+    order: Callable[[Sequence], Key]  # running sequences are served in this order; the largest is preempted
     max_wait_steps: int | None = None  # aging: after so many steps in the queue nobody may overtake
 
 

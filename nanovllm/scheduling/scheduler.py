@@ -6,7 +6,7 @@
 
 One step computes at most max_num_batched_tokens tokens of at most max_num_seqs sequences. Running sequences come
 first (a decode needs one token, an unfinished prompt takes a chunk of what is left), then waiting ones are admitted in
-the policy's order. When a running sequence needs a block and none is free, the last in rank gives up all of its
+the policy's order. When a running sequence needs a block and none is free, the last in order gives up all of its
 blocks and waits again; its tokens are kept and computed anew later (recompute is cheaper than it sounds: its full
 blocks usually still sit in the prefix cache).
 
@@ -124,12 +124,12 @@ class Scheduler:
         return ended
 
     def set_policy(self, policy: Policy) -> None:
-        """Between two steps. Whoever runs goes on; the line and the ranks are sorted anew."""
+        """Between two steps. Running sequences go on; both queues are sorted anew."""
         self.policy = policy
         line, self.waiting = list(self.waiting), WaitingQueue(policy)
         for seq in line:
             self.waiting.push(seq)
-        self.running.sort(key=policy.rank)
+        self.running.sort(key=policy.order)
 
     @property
     def has_work(self) -> bool:
@@ -158,7 +158,7 @@ class Scheduler:
         return plan
 
     def _continue_running(self, chosen: list[tuple[Sequence, int]], published: list[int]) -> int:
-        """Decodes and unfinished prompts, in rank order; returns the budget left."""
+        """Decodes and unfinished prompts, in the order of service; returns the budget left."""
         budget = self.limits.max_num_batched_tokens
         # All that a complete sequence may sample is in flight; the others are sure of one token each.
         ready = [seq for seq in self.running if not self._is_complete(seq)]
@@ -209,7 +209,7 @@ class Scheduler:
                 break
             self.waiting.remove(seq)
             seq.status = Status.RUNNING
-            insort(self.running, seq, key=self.policy.rank)
+            insort(self.running, seq, key=self.policy.order)
             self._count_hits(seq, matched)
             self.blocks.adopt(seq, matched)
             num_new = min(seq.num_remaining, budget)

@@ -231,8 +231,9 @@ class Replay:
             seq.status = "running"
             seq.cached = seq.cached if seq.preemptions else num_cached
         more = event["k"] - 1
-        decodes = ((i, self._seq(i).computed, 1, len(self._seq(i).blocks), [], 1) for i in event["decodes"])
-        for seq_id, start, num_new, first_block, blocks, samples in (*event["entries"], *decodes):
+        entries: list[Any] = [*event["entries"]]
+        entries += ((i, self._seq(i).computed, 1, len(self._seq(i).blocks), [], 1) for i in event["decodes"])
+        for seq_id, start, num_new, first_block, blocks, samples in entries:
             seq = self._seq(seq_id)
             _expect(seq.status == "running", f"sequence {seq_id} computes but does not run")
             _expect(first_block == len(seq.blocks), f"sequence {seq_id}: its block table has a gap")

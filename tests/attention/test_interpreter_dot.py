@@ -1,4 +1,4 @@
-"""Lesson 24: the interpreter multiplies the bit patterns of bf16 as integers, without an error."""
+"""The interpreter multiplies the bit patterns of bf16 as integers, without an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = SCRIPT.parents[2]
 
 
 def test_bf16_products_are_right_under_the_interpreter() -> None:
-    """Lesson 24: without the cast in `dot` the error is some 1e10 (triton 3.7.1); all bf16 kernel tests need it."""
+    """Without the cast in `dot` the error is some 1e10 (triton 3.7.1); all bf16 kernel tests need it."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

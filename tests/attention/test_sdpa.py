@@ -39,7 +39,7 @@ def decode_padded(backend: SdpaBackend, batch: AttentionBatch, spec: AttentionSp
 def test_padded_decodes_equal_the_reference(
     backend: SdpaBackend, lens: list[int], kv_heads: int, window: int | None
 ) -> None:
-    """Lesson 21: a row without context is zero, not NaN and no assert."""
+    """A row without context is zero, not NaN and no assert."""
     spec, batch = replace(SPEC, num_kv_heads=kv_heads, window=window), decodes(lens)
     got = decode_padded(backend, batch, spec)
     torch.testing.assert_close(got, expected(batch, spec), rtol=1e-5, atol=1e-5)
@@ -49,7 +49,7 @@ def test_padded_decodes_equal_the_reference(
 @pytest.mark.parametrize("most", [1, 32, 64, 95, 96, 10**6])
 @each_window
 def test_no_gathered_buffer_exceeds_its_budget(monkeypatch: pytest.MonkeyPatch, most: int, window: int | None) -> None:
-    """Lesson 21: the dense buffer ran out of memory. A sequence that alone needs more is a call of its own."""
+    """So that a dense buffer cannot run out of memory. A sequence that alone needs more is a call of its own."""
     monkeypatch.setattr(sdpa, "GATHER_BYTES", most * TOKEN_BYTES)
     spec, batch = replace(SPEC, window=window), decodes(LENS)
     pieces = padded_decodes(batch, spec, BLOCK)
@@ -103,7 +103,7 @@ def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @both
 def test_padded_decodes_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch, backend: SdpaBackend) -> None:
-    """Lesson 21: .item() and .tolist() in the path of every layer."""
+    """`.item()` or `.tolist()` would wait for the device in every layer."""
     spec, batch = replace(SPEC, window=17), decodes(LENS)
     q, k_cache, v_cache = tensors(batch, spec)
     with monkeypatch.context() as patch, NoHostSync():
@@ -116,7 +116,7 @@ def test_padded_decodes_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("most", [30, 10**6])
 def test_indices_of_gathered_keys_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Lesson 21, for flash where torch takes no block table."""
+    """The same for flash where torch takes no block table."""
     monkeypatch.setattr(flash_backend, "GATHER_BYTES", most * TOKEN_BYTES)
     batch = make_batch(STEPS["mixed"])
     with monkeypatch.context() as patch, NoHostSync():

@@ -1,4 +1,4 @@
-"""README tables come from result files and nothing else; the committed ones are up to date."""
+"""The tables of docs/benchmarks.md come from result files and nothing else; the committed ones are up to date."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("page", list(PAGES))
 def test_the_committed_tables_are_what_the_results_say(page: str, tmp_path: Path) -> None:
-    copy = tmp_path / page
+    copy = tmp_path / Path(page).name
     shutil.copy(ROOT / page, copy)
     assert fill(copy, read_results(ROOT / "benchmarks/results"), PAGES[page]) == ["cpu", "gpu"]
     assert copy.read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8"), "run: nanovllm bench tables"
 
 
 def test_a_page_without_a_place_is_told(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
+    page = tmp_path / "page.md"
     page.write_text("nothing here")
     with pytest.raises(ConfigError, match="bench:cpu"):
-        fill(page, read_results(ROOT / "benchmarks/results"), PAGES["README.md"])
+        fill(page, read_results(ROOT / "benchmarks/results"), PAGES["docs/benchmarks.md"])
     assert page.read_text() == "nothing here"
 
 

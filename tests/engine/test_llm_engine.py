@@ -151,7 +151,7 @@ def test_prompt_text_is_kept(llm: LLM) -> None:
 def test_cache_salt_keeps_callers_apart(
     make_llm: MakeLLM, llama: TinyModel, salts: tuple[str, str], cached: int
 ) -> None:
-    """Lesson 12: whoever has another salt cannot even learn (by timing) that a prompt was seen before."""
+    """A request with another salt cannot even learn (by timing) that a prompt was seen before."""
     llm = make_llm()
     for salt, num_cached in zip(salts, (0, cached)):
         prompt = {"prompt_token_ids": llama.prompts[-1], "cache_salt": salt}
@@ -327,7 +327,7 @@ def test_closing_one_engine_frees_its_memory(llama: TinyModel) -> None:
 
 
 def test_two_engines_in_one_process(make_llm: MakeLLM, llama: TinyModel, tiny: Any) -> None:
-    """Lesson 14: nothing is shared, not even by way of a class or a module."""
+    """Nothing is shared, not even by way of a class or a module."""
     other = tiny("qwen3")
     first = make_llm(kvcache_block_size=16).engine
     second = make_llm(other.path, kvcache_block_size=64, max_num_seqs=5, max_num_batched_tokens=21).engine
@@ -369,7 +369,7 @@ def test_requests_of_others_do_not_disturb_generate(make_llm: MakeLLM, llama: Ti
 
 @pytest.mark.parametrize("limit", [1, 3, 8])
 def test_max_num_seqs_bounds_the_running_set(make_llm: MakeLLM, llama: TinyModel, limit: int) -> None:
-    """Lesson 6, and that decodes are not starved by prompts: every running sequence moves in every step."""
+    """max_num_seqs holds, and decodes are not starved by prompts: every running sequence moves in every step."""
     engine = make_llm(max_num_seqs=limit, max_num_batched_tokens=max(limit, 8)).engine
     for i in range(21):
         engine.add_request(str(i), llama.prompts[i % 11], GREEDY)

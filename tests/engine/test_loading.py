@@ -40,7 +40,7 @@ def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
-# ---- Lesson 17: weights ----------------------------------------------------------------------------------------------
+# ---- Weights ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_without_weights_the_remedy_is_said(make_llm: MakeLLM, config_only: Path
         make_llm(config_only, load_format="dummy")
 
 
-# ---- Lesson 15: cache size -------------------------------------------------------------------------------------------
+# ---- Cache size -------------------------------------------------------------------------------------------
 
 SPECS = [AttentionSpec(4, 2, 8, torch.float32)] * 3
 PER_BLOCK = 3 * 2 * 16 * 2 * 8 * 4  # layers, K and V, tokens, KV heads, head_dim, bytes
@@ -318,7 +318,7 @@ def test_a_cpu_cache_is_no_larger_than_can_be_used(make_llm: MakeLLM) -> None:
 AUTO = "sdpa" if isinstance(load_library(), str) else "native"  # native needs a C compiler
 
 
-# ---- Lesson 20: backends ---------------------------------------------------------------------------------------------
+# ---- Backends ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("wanted", "runs"), [("auto", AUTO), ("sdpa", "sdpa"), ("sdpa.math", "sdpa.math")])
@@ -357,7 +357,7 @@ def test_a_backend_that_cannot_run_here_is_an_error_with_the_reason(make_llm: Ma
         make_llm(device="cuda")
 
 
-# ---- Lesson 23: every rank samples the same --------------------------------------------------------------------------
+# ---- Every rank samples the same --------------------------------------------------------------------------
 
 SAMPLE = """
 import torch

@@ -47,7 +47,7 @@ def test_max_tokens(llm: LLM, max_tokens: int) -> None:
 def test_max_model_len_ends_a_sequence(
     make_llm: MakeLLM, llama: TinyModel, num_prompt: int, max_tokens: int | None, decode_steps: int
 ) -> None:
-    """Lesson 5: at exactly max_model_len, not one token later, and with the tokens a longer engine gives."""
+    """At exactly max_model_len, not one token later, and with the tokens a longer engine gives."""
     prompt = llama.prompts[-1][:num_prompt]
     params = {"max_tokens": max_tokens, "ignore_eos": True}
     out = run(make_llm(max_model_len=24, decode_steps=decode_steps), prompt, **params)
@@ -59,7 +59,7 @@ def test_max_model_len_ends_a_sequence(
 def test_a_sequence_that_outgrows_the_cache_ends_with_the_reason(
     make_llm: MakeLLM, llama: TinyModel, decode_steps: int
 ) -> None:
-    """Lesson 3: it has the whole cache to itself; preempting it would repeat for ever."""
+    """It has the whole cache to itself; preempting it would repeat for ever."""
     prompt = llama.prompts[2]
     small = make_llm(num_kvcache_blocks=2, kvcache_block_size=16, decode_steps=decode_steps)
     out = run(small, prompt, max_tokens=None, ignore_eos=True)
@@ -81,7 +81,7 @@ def test_eos_ends_and_ignore_eos_does_not(llm: LLM) -> None:
 
 @pytest.mark.parametrize("eos", [[7, 9], 9])
 def test_eos_list_of_generation_config(make_llm: MakeLLM, llama_copy: Path, eos: Any) -> None:
-    """Lesson 18: a chat model ends its turn with another token than the tokenizer's eos."""
+    """A chat model ends its turn with another token than the tokenizer's eos."""
     (llama_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     llm = make_llm(llama_copy)
     assert run(llm, logit_bias={9: 100.0}).token_ids == [9]

@@ -1,4 +1,4 @@
-"""Rotary tables against transformers, kind by kind (Lesson 16), at the sizes of real models."""
+"""Rotary tables against transformers, kind by kind, at the sizes of real models."""
 
 from __future__ import annotations
 

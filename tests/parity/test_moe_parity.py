@@ -95,7 +95,7 @@ def test_what_the_config_says_is_not_ignored(tiny: Tiny, name: str, changes: dic
 
 
 def test_mixtral_on_ranks_that_do_not_divide_it_is_refused_and_not_another_model(tiny: Tiny) -> None:
-    """Lesson 34: with tensor_parallel_size > 1 a Mixtral silently became another architecture."""
+    """With tensor_parallel_size > 1 too: no family may silently stand in for another."""
     with pytest.raises(ConfigError, match="tensor_parallel_size=7"):
         engine(tiny("mixtral").path, tensor_parallel_size=7)
 

@@ -104,7 +104,7 @@ def test_all_in_one_batch(tiny: Tiny, name: str, scenario: str) -> None:
 
 @every_family
 def test_one_by_one_then_again_from_the_prefix_cache(tiny: Tiny, name: str) -> None:
-    """Lesson 8: prompts of exactly k blocks hit for all but their last block, whose last token is computed anew."""
+    """Prompts of exactly k blocks hit for all but their last block, whose last token is computed anew."""
     model = tiny(name)
     with engine(model.path) as llm:
         for wanted in model.answers:
@@ -124,7 +124,7 @@ def long_answers(model: TinyModel) -> tuple[Answer, ...]:
 @pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}, {"decode_steps": 4}])
 @every_family
 def test_preemption_by_a_small_cache(tiny: Tiny, name: str, options: dict[str, Any], long: LongAnswers) -> None:
-    """Lesson 9. Five sequences begin with some 7 blocks and end with some 20; there are 8."""
+    """Five sequences begin with some 7 blocks and end with some 20; there are 8."""
     model, answers = tiny(name), long(name)
     with engine(model.path, num_kvcache_blocks=8, max_num_batched_tokens=64, **options) as llm:
         outputs = llm.generate([wanted.prompt for wanted in answers], greedy(max_tokens=40), use_tqdm=False)
@@ -164,7 +164,7 @@ def test_n_completions_are_n_times_the_greedy_one(tiny: Tiny, name: str, options
 @pytest.mark.parametrize("cut", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "mistral-window", "qwen2-window", "llama-yarn"])
 def test_prefixes_shared_in_the_same_batch(tiny: Tiny, name: str, cut: int) -> None:
-    """Lesson 11. Branches of one long prompt, and the same prompt several times, all in one step."""
+    """Branches of one long prompt, and the same prompt several times, all in one step."""
     model = tiny(name)
     trunk, hf = model.answers[-1], model.load_hf()
     branches = [answer(hf, trunk.prompt[:cut] + [7 + i] * (1 + 8 * i)) for i in range(6)]
@@ -217,7 +217,7 @@ def test_config_of_transformers_4(tiny: Tiny, name: str, tmp_path: Path) -> None
     ],
 )
 def test_what_the_config_says_is_not_ignored(tiny: Tiny, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Lesson 16, and the proof that the tests above can fail: another config gives another text."""
+    """RoPE scaling is honoured, and the proof that the tests above can fail: another config gives another text."""
     model = tiny(name)
     folder = Path(shutil.copytree(model.path, tmp_path / "changed"))
     edit_config(folder, **changes)

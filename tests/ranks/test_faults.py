@@ -88,7 +88,7 @@ def worker_of(llm: LLM, rank: int = 1) -> int:
 
 
 def test_killed_or_hung_at_any_moment(make_two: MakeTwo) -> None:
-    """Lesson 25: a dead worker left rank 0 waiting for ever. Each round makes a new engine at once after the last."""
+    """Rank 0 must not wait for ever. Each round makes a new engine at once after the last."""
     rng, before, files = random.Random(6), children(), None
     for number in range(ROUNDS):
         llm = make_two()

@@ -66,7 +66,7 @@ def test_parameters_of_numpy_all_logprobs_and_a_reset_cache_on_two_ranks(
 def test_ranks_listen_on_the_loopback_interface_only(
     make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]
 ) -> None:
-    """Lesson 27. One rank listens nowhere; of several, the store and gloo do, and nobody outside can reach them."""
+    """One rank listens nowhere; of several, the store and gloo do, and no other machine can reach them."""
     before = listening(os.getpid())
     alone = make_llm(tiny("qwen3-bias-tied").path)
     assert isinstance(alone.engine.executor, LocalExecutor)
@@ -81,7 +81,7 @@ def test_ranks_listen_on_the_loopback_interface_only(
 def test_two_engines_of_several_ranks_do_not_meet(
     make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]
 ) -> None:
-    """Lesson 25: a fixed port and a fixed name of shared memory."""
+    """No port and no name of shared memory is fixed."""
     path = tiny("qwen3-bias-tied").path
     first, second = (make_llm(path, tensor_parallel_size=2, seed=seed) for seed in (1, 2))
     assert tokens(first, GREEDY) == tokens(second, GREEDY)

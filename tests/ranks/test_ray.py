@@ -47,7 +47,7 @@ def test_a_cluster_of_its_own_is_started_and_stopped(
     before = children()
     llm = make_ray()
     assert ray.is_initialized()
-    assert all_on_loopback(descendants())  # lesson 27
+    assert all_on_loopback(descendants())  # nothing may be reachable from other machines
     assert tokens(llm, GREEDY) == tokens(make_llm(tiny(MODEL).path), GREEDY)
     llm.close()
     assert not ray.is_initialized()

@@ -57,7 +57,7 @@ def expected_tokens(model: Path) -> list[list[list[int]]]:
 
 
 def test_every_rank_has_the_tokens_of_one(tiny: Callable[[str], TinyModel]) -> None:
-    """Two engines, one after the other, in one script; unseeded sampling included (lesson 23)."""
+    """Two engines, one after the other, in one script; unseeded sampling included."""
     model = tiny("qwen3-bias-tied").path
     found, expected = run_script(model, "same"), expected_tokens(model)
     for one in found:

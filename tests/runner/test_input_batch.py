@@ -19,7 +19,7 @@ def arrival(seq_id: int, *tokens: int) -> Arrival:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 100, 255, 256, 257])
 def test_every_batch_size_has_a_graph(max_num_seqs: int) -> None:
-    """Lesson 7: buckets missed sizes when max_num_seqs was no multiple of 16, and buffers were cut below 8."""
+    """Also a max_num_seqs that is no multiple of 16, and fewer than 8 sequences."""
     sizes = bucket_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1

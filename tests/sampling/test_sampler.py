@@ -159,7 +159,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype):
                 single = alone[i].logprobs[0]
                 assert (report is None) == (single is None)
                 if report is not None:
-                    assert (report.token_ids, report.ranks) == (single.token_ids, single.ranks)
+                    assert (report.token_ids, report.positions) == (single.token_ids, single.positions)
 
 
 def test_seed_and_position_decide():
@@ -190,20 +190,20 @@ def test_logprobs_are_those_of_the_unedited_logits(dtype):
     for i, num in ((0, 4), (1, 0), (3, 3)):
         report, token = out.logprobs[i], out.token_ids[i]
         assert report.token_ids[0] == token
-        assert report.ranks[0] == int((reference[i] > reference[i, token]).sum()) + 1
+        assert report.positions[0] == int((reference[i] > reference[i, token]).sum()) + 1
         assert report.logprobs == pytest.approx(reference[i, report.token_ids].tolist(), abs=1e-6)
         best = reference[i].sort(descending=True, stable=True).indices[:num].tolist()
         assert report.token_ids[1:] == [t for t in best if t != token]
-        assert report.ranks[1:] == [best.index(t) + 1 for t in report.token_ids[1:]]
+        assert report.positions[1:] == [best.index(t) + 1 for t in report.token_ids[1:]]
     assert len(out.logprobs[0].token_ids) == 4  # the greedy token is one of the four
     assert out.token_ids[3] == int(x[3].argmin())  # bias made the least likely token certain, and the report says so
-    assert out.logprobs[3].ranks[0] > 290
+    assert out.logprobs[3].positions[0] > 290
     assert len(out.logprobs[3].token_ids) == 4
 
 
 def test_more_logprobs_than_tokens():
     out = sample(torch.tensor([[0.0, 1.0, 0.5]]), [greedy(logprobs=20)])
-    assert (out.logprobs[0].token_ids, out.logprobs[0].ranks) == ([1, 2, 0], [1, 2, 3])
+    assert (out.logprobs[0].token_ids, out.logprobs[0].positions) == ([1, 2, 0], [1, 2, 3])
 
 
 @pytest.mark.parametrize("num", [1, PROMPT_CHUNK - 1, PROMPT_CHUNK, PROMPT_CHUNK + 1, 2 * PROMPT_CHUNK + 3])
@@ -220,7 +220,7 @@ def test_prompt_logprobs(num):
         best = reference[i].topk(2).indices.tolist()
         assert report.token_ids == [int(ids[i]), *(t for t in best if t != int(ids[i]))]
         assert report.logprobs == pytest.approx(reference[i, report.token_ids].tolist(), abs=1e-6)
-        assert report.ranks[0] == int((reference[i] > reference[i, ids[i]]).sum()) + 1
+        assert report.positions[0] == int((reference[i] > reference[i, ids[i]]).sum()) + 1
 
 
 def test_prompt_logprobs_of_broken_positions():

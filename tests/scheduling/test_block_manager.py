@@ -1,4 +1,4 @@
-"""BlockManager: sharing, eviction order, hashing. "Lesson n" refers to a fault that similar engines had."""
+"""BlockManager: sharing, eviction order, hashing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_cached(blocks: BlockManager, tokens: list[int]) -> int:
     ("num_tokens", "num_shared"), [(1, 0), (3, 0), (4, 0), (5, 1), (7, 1), (8, 1), (9, 2), (11, 2), (12, 2), (13, 3)]
 )
 def test_the_last_token_is_always_computed(num_tokens: int, num_shared: int) -> None:
-    """Lesson 8: the same prompt again must leave at least one token to compute, at k*block-1, k*block, k*block+1."""
+    """The same prompt again must leave at least one token to compute, at k*block-1, k*block, k*block+1."""
     blocks = BlockManager(20, SIZE)
     first, again = make_seq(list(range(num_tokens))), make_seq(list(range(num_tokens)), 1)
     assert compute(blocks, first) == []
@@ -54,7 +54,7 @@ def test_the_last_token_is_always_computed(num_tokens: int, num_shared: int) -> 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_partial_block_has_no_key(num_tokens: int) -> None:
-    """Lesson 10: a prompt shorter than a block is released, and grown, without a hash for its partial block."""
+    """A prompt shorter than a block is released, and grown, without a hash for its partial block."""
     blocks = BlockManager(4, SIZE)
     seq = make_seq(list(range(num_tokens)))
     compute(blocks, seq)
@@ -82,7 +82,7 @@ def test_a_block_with_an_unknown_token_is_not_published() -> None:
 
 
 def test_identical_prompts_of_one_step_share_blocks() -> None:
-    """Lesson 11: the second of two equal prompts shares what the first is about to compute in the same step."""
+    """The second of two equal prompts shares what the first is about to compute in the same step."""
     blocks = BlockManager(10, SIZE)
     prompts = [make_seq(list(range(10)), i) for i in range(3)]
     for seq in prompts:
@@ -96,7 +96,7 @@ def test_identical_prompts_of_one_step_share_blocks() -> None:
 
 
 def test_both_copies_of_a_block_stay_findable() -> None:
-    """Lesson 11: two sequences computed the same block apart; evicting one copy must not hide the other."""
+    """Two sequences computed the same block apart; evicting one copy must not hide the other."""
     blocks = BlockManager(4, SIZE)
     first, second = make_seq([0, 1, 2, 3]), make_seq([0, 1, 2, 3], 1)
     compute(blocks, first)
@@ -113,7 +113,7 @@ def test_both_copies_of_a_block_stay_findable() -> None:
 
 
 def test_equal_blocks_after_different_prefixes_are_different() -> None:
-    """Lesson 12: the key of a block is that of its whole prefix."""
+    """The key of a block is that of its whole prefix."""
     blocks = BlockManager(10, SIZE)
     compute(blocks, make_seq([1, 1, 1, 1, 5, 6, 7, 8]))
     assert is_cached(blocks, [1, 1, 1, 1, 5, 6, 7, 8]) == 2
@@ -122,7 +122,7 @@ def test_equal_blocks_after_different_prefixes_are_different() -> None:
 
 
 def test_salt_separates() -> None:
-    """Lesson 12: who does not know the salt can neither use nor probe the blocks of another tenant."""
+    """A request with another salt can neither use nor probe the blocks of another tenant."""
     blocks = BlockManager(10, SIZE)
     tokens = list(range(8))
     compute(blocks, make_seq(tokens, salt="alice"))
@@ -132,7 +132,7 @@ def test_salt_separates() -> None:
 
 
 def test_a_hash_collision_does_not_splice_foreign_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lesson 12: with a hash that maps everything to one key, the tokens still decide."""
+    """With a hash that maps everything to one key, the tokens still decide."""
     monkeypatch.setattr(block_manager, "_chain", lambda parent, tokens: b"same")
     blocks = BlockManager(10, SIZE)
     compute(blocks, make_seq([1, 2, 3, 4, 5, 6, 7, 8]))
@@ -143,7 +143,7 @@ def test_a_hash_collision_does_not_splice_foreign_kv(monkeypatch: pytest.MonkeyP
 
 
 def test_the_key_is_wide_and_sees_every_token() -> None:
-    """Lesson 12: at least 128 bits, and no way to move tokens between parent and block or to mix up large ids."""
+    """At least 128 bits, and no way to move tokens between parent and block or to mix up large ids."""
     keys = {
         block_manager._chain(parent, tokens)
         for parent in (b"\0" * 16, b"\1" * 16)
@@ -154,7 +154,7 @@ def test_the_key_is_wide_and_sees_every_token() -> None:
 
 
 def test_eviction_is_least_recently_used() -> None:
-    """Lesson 13: the cached block that was released longest ago goes first; a block used again is young again."""
+    """The cached block that was released longest ago goes first; a block used again is young again."""
     blocks = BlockManager(3, SIZE)
     prompts = {i: [i] * SIZE for i in range(3)}
     for i, tokens in prompts.items():
@@ -173,7 +173,7 @@ def test_eviction_is_least_recently_used() -> None:
 
 
 def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
-    """Lesson 13: a tail without its head can never be found again."""
+    """A tail without its head can never be found again."""
     blocks = BlockManager(4, SIZE)
     tokens = list(range(16))
     seq = make_seq(tokens)
@@ -287,5 +287,5 @@ def seconds_per_block(num_blocks: int) -> float:
 
 
 def test_work_does_not_grow_with_the_free_list() -> None:
-    """Lesson 13: a list of free blocks needs time in proportion to its length; a factor of 100 would show."""
+    """A list of free blocks needs time in proportion to its length; a factor of 100 would show."""
     assert seconds_per_block(100_000) < 15 * seconds_per_block(1_000)

@@ -12,7 +12,7 @@ from tests.simulation.simulator import FakeDevice, Request, Setup, Simulation, c
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("decode_steps", [1, 3])
 def test_outgrowing_the_cache_gives_the_same_tokens_whatever_the_overlap(depth: int, decode_steps: int) -> None:
-    """Lesson 3: the sequence ends when it has filled the cache, with every token that a step in flight samples."""
+    """The sequence ends when it has filled the cache, with every token that a step in flight samples."""
     setup = Setup(num_blocks=2, block_size=4, depth=depth, decode_steps=decode_steps)
     request = Request(0, (1, 2, 3), StopRule(100))
     simulation = Simulation(setup, [request])
@@ -140,7 +140,7 @@ def test_a_sequence_of_the_same_step_shares_blocks_and_fails_with_it() -> None:
 
 
 def test_held_blocks_can_be_shared_but_not_taken() -> None:
-    """Lesson 22: sequence 0 ends while step 2 may read its blocks. They may be read by others, not overwritten."""
+    """Sequence 0 ends while step 2 may read its blocks. They may be read by others, not overwritten."""
     setup = Setup(num_blocks=3, block_size=4, max_num_batched_tokens=40)
     scheduler, device = setup.scheduler(), FakeDevice(setup)
     scheduler.add(Request(0, (1, 2, 3, 4, 5), StopRule(9)).sequence())

@@ -49,9 +49,9 @@ def test_order_of_admission(policy: str, order: list[int]) -> None:
 
 def test_victim_is_the_last_in_rank() -> None:
     running = [make_seq(0, priority=3), make_seq(1, priority=0), make_seq(2, priority=1)]
-    assert max(running, key=make_policy("fcfs").rank).seq_id == 2
-    assert max(running, key=make_policy("sjf").rank).seq_id == 2
-    assert max(running, key=make_policy("priority").rank).seq_id == 0
+    assert max(running, key=make_policy("fcfs").order).seq_id == 2
+    assert max(running, key=make_policy("sjf").order).seq_id == 2
+    assert max(running, key=make_policy("priority").order).seq_id == 0
 
 
 def test_a_preempted_sequence_keeps_its_place_and_its_age() -> None:

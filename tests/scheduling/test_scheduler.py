@@ -1,4 +1,4 @@
-"""Scheduler: what fits, budgets, prefix cache, preemption. "Lesson n" refers to a fault that similar engines had."""
+"""Scheduler: what fits, budgets, prefix cache, preemption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulation.simulator import Setup, check_scheduler
 
 @pytest.mark.parametrize(("num_prompt", "fits"), [(31, True), (32, False), (33, False)])
 def test_a_prompt_larger_than_the_cache_is_refused_and_others_go_on(num_prompt: int, fits: bool) -> None:
-    """Lesson 2: the limit is in the message, and the request behind the refused one is served."""
+    """The limit is in the message, and the request behind the refused one is served."""
     engine = Engine(num_blocks=8, block_size=4)
     if fits:
         large = engine.add(0, (3,) * num_prompt)
@@ -44,7 +44,7 @@ def test_a_prompt_that_leaves_no_room_below_max_model_len_is_refused(num_prompt:
 
 @pytest.mark.parametrize("decode_steps", [1, 4])
 def test_max_model_len_ends_a_sequence(decode_steps: int) -> None:
-    """Lesson 5: no token at or beyond position max_model_len is ever fed, also when several steps run at once."""
+    """No token at or beyond position max_model_len is ever fed, also when several steps run at once."""
     engine = Engine(num_blocks=20, max_model_len=10, decode_steps=decode_steps)
     seqs = [engine.add(i, (i + 1,) * (3 + i), max_tokens=100) for i in range(3)]
     engine.run()
@@ -56,7 +56,7 @@ def test_max_model_len_ends_a_sequence(decode_steps: int) -> None:
 
 
 def test_one_sequence_that_outgrows_the_cache_ends_with_a_reason() -> None:
-    """Lesson 3: it used to preempt itself for ever. It gives way to nobody and blocks nobody."""
+    """Preempting itself would repeat for ever."""
     engine = Engine(num_blocks=4, block_size=4)
     large, small = engine.add(0, (1, 2, 3), max_tokens=1000), engine.add(1, (4, 5), max_tokens=6)
     ended = []
@@ -90,7 +90,6 @@ def test_a_preempted_sequence_that_no_longer_fits_ends_too() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 7, 8, 9])
 def test_max_num_seqs_bounds_the_running_set(max_num_seqs: int) -> None:
-    """Lesson 6: 21 sequences ran with a limit of 8."""
     engine = Engine(num_blocks=200, max_num_seqs=max_num_seqs, max_num_batched_tokens=300)
     seqs = [engine.add(i, (i, 1, 2), max_tokens=3 + i % 4) for i in range(21)]
     most = 0
@@ -103,7 +102,7 @@ def test_max_num_seqs_bounds_the_running_set(max_num_seqs: int) -> None:
 
 
 def test_a_long_prompt_does_not_stop_the_decodes() -> None:
-    """Lesson 6: prefill first starved decodes for 20 steps. Here every decode gets its token in every step."""
+    """Every decode gets its token in every step, however long the prompts beside it."""
     engine = Engine(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=8)
     first, second = engine.add(0, (1, 2, 3), 30), engine.add(1, (4, 5), 30)
     engine.step()
@@ -149,7 +148,7 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget(num_prompt: int) -> None:
 
 @pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 7, 8, 9])
 def test_a_full_hit_still_computes_one_token(num_prompt: int) -> None:
-    """Lessons 8 and 10: the same prompt twice, at k*block-1, k*block and k*block+1, and down to one token."""
+    """The same prompt twice, at k*block-1, k*block and k*block+1, and down to one token."""
     engine = Engine(num_blocks=20)
     first = engine.add(0, tuple(range(num_prompt)), 3)
     engine.run()
@@ -164,7 +163,7 @@ def test_a_full_hit_still_computes_one_token(num_prompt: int) -> None:
 
 
 def test_identical_prompts_of_one_step_are_computed_once() -> None:
-    """Lesson 11: n completions of one prompt, or two clients with one system prompt, arriving together."""
+    """n completions of one prompt, or two clients with one system prompt, arriving together."""
     engine = Engine(num_blocks=20, max_num_batched_tokens=100)
     seqs = [engine.add(i, tuple(range(9)), 4) for i in range(3)]
     plan = engine.step()
@@ -178,7 +177,7 @@ def test_identical_prompts_of_one_step_are_computed_once() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("when", [0, 1, 2, 3, 4, 5, 6])
 def test_a_preempted_sequence_goes_on_where_it_was(caching: bool, when: int) -> None:
-    """Lesson 9: preempted with output tokens, and with its prefix in the cache, it computes exactly what is missing,
+    """Preempted with output tokens, and with its prefix in the cache, it computes exactly what is missing,
     on both sides of a block's edge."""
     engine = Engine(num_blocks=20, caching=caching)
     seq = engine.add(0, tuple(range(6)), 12)
@@ -201,7 +200,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(caching: bool, when: int) -> 
 
 
 def test_preempted_in_the_middle_of_its_prompt() -> None:
-    """Lesson 9: no output token yet, part of the prompt computed."""
+    """No output token yet, part of the prompt computed."""
     engine = Engine(num_blocks=20, max_num_seqs=1, max_num_batched_tokens=5)
     seq = engine.add(0, tuple(range(12)), 3)
     engine.step()

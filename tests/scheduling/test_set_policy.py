@@ -1,4 +1,4 @@
-"""Another policy while sequences run and wait: the line and the ranks are those of the new one, and nothing breaks.
+"""Another policy while sequences run and wait: the line and the orders are those of the new one, and nothing breaks.
 
 Random traffic with switches, overlap, failures and preemption runs in telemetry/test_feed.py; here it is without a
 watcher, and the cases that a person would write down.
@@ -23,8 +23,8 @@ class Switching(Simulation):
             name = self._random.choice(["fcfs", "sjf", "priority"])
             self.scheduler.set_policy(make_policy(name, self._random.choice([None, 0, 5])))
             check_scheduler(self.scheduler)
-            ranks = [self.scheduler.policy.rank(seq) for seq in self.scheduler.running]
-            assert ranks == sorted(ranks)  # preemption takes from the end
+            orders = [self.scheduler.policy.order(seq) for seq in self.scheduler.running]
+            assert orders == sorted(orders)  # preemption takes from the end
         super()._advance(idle_ok)
 
 

@@ -197,12 +197,12 @@ class Drawn:
 
 def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, state: SamplerState) -> Drawn:
     """logits [lanes, >= vocab], rows int32 (-1: no token), positions of the tokens drawn. Counts them in the state."""
-    lanes, vocab, where = len(logits), state.vocab_size, {"device": logits.device}
+    lanes, vocab, device = len(logits), state.vocab_size, logits.device
     assert logits.stride(1) == 1
     num_tiles = triton.cdiv(vocab, SUB)
     tiles = min(4 if lanes <= 8 else 16, next_power_of_2(num_tiles))  # few rows: more programs
-    peaks, sums, raw_peaks, raw_sums = torch.empty((4, lanes, num_tiles), dtype=torch.float32, **where)
-    drawn = Drawn(torch.empty(lanes, dtype=torch.int64, **where), raw_peaks, raw_sums)
+    peaks, sums, raw_peaks, raw_sums = torch.empty((4, lanes, num_tiles), dtype=torch.float32, device=device)
+    drawn = Drawn(torch.empty(lanes, dtype=torch.int64, device=device), raw_peaks, raw_sums)
     if lanes == 0:
         return drawn
     data = (

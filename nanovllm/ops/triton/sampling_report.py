@@ -1,4 +1,4 @@
-"""Logprobs of the tokens just drawn: the token's own, its rank, and the most likely tokens, without a sort."""
+"""Logprobs of drawn tokens: the token's own, its position among all, and the most likely tokens, without a sort."""
 
 from __future__ import annotations
 
@@ -37,12 +37,10 @@ def report_kernel(
     out_logprobs_ptr, out_ids_ptr, out_stride, stride, vocab, num_tiles, ints_ptr,
     ALL_TILES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Column 0 of the output: the token's logprob, and its rank instead of an id; then the most likely tokens."""
+    """Column 0 of the output: the token's logprob, and its position instead of an id; then the most likely tokens."""
     lane = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + lane)
-    if row < 0:
-        return
-    num_top = tl.load(ints_ptr + row * _INTS + _NUM_LOGPROBS)
+    num_top = tl.load(ints_ptr + row * _INTS + _NUM_LOGPROBS, mask=row >= 0, other=-1)
     if num_top < 0:
         return
     num_top = tl.minimum(num_top, WIDTH - 1)
@@ -97,7 +95,7 @@ def report_kernel(
 
 @dataclass(frozen=True)
 class Reports:
-    """Logprobs of some steps: [lanes, steps, 1 + MAX_LOGPROBS]; column 0 is the token's own, and its rank."""
+    """Logprobs of some steps: [lanes, steps, 1 + MAX_LOGPROBS]; column 0 is the token's own, and its position."""
 
     logprobs: torch.Tensor  # float32
     ids: torch.Tensor  # int32
