@@ -97,7 +97,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @property
     def _options(self) -> ServerOptions:
-        return self.config.nanovllm_options  # type: ignore[attr-defined,no-any-return]
+        return self.config.nanovllm_options  # type: ignore[attr-defined]
 
     @property
     def _max_head(self) -> int:

@@ -345,7 +345,7 @@ def _keep_to_loopback() -> None:
 
 
 def _deployment(config: EngineConfig, options: ServerOptions, num_replicas: int) -> Any:
-    resources = _resources(config, num_replicas, ray.cluster_resources())  # type: ignore[no-untyped-call]
+    resources = _resources(config, num_replicas, ray.cluster_resources())
     return serve.deployment(
         EngineReplica,
         num_replicas=num_replicas,

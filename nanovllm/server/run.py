@@ -78,7 +78,7 @@ class DrainingServer(uvicorn.Server):
         state, protocol = self.server_state, cast(Any, self.config.http_protocol_class)
 
         def make_connection() -> asyncio.Protocol:
-            return protocol(self.config, state, self.lifespan.state)  # type: ignore[no-any-return]
+            return protocol(self.config, state, self.lifespan.state)
 
         self.servers = []
         limit = connection_limit(self._options)

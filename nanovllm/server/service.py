@@ -126,7 +126,7 @@ class Service:
         body, ignored = kind.read(raw) if len(raw) <= SMALL_BODY else await self.encode(lambda: kind.read(raw))
         if ignored:
             logger.info("request %s: ignored %s", request.scope["request_id"], ignored)
-        return body  # type: ignore[no-any-return]
+        return body
 
     @contextlib.contextmanager
     def admit(self, num_seqs: int) -> Iterator[None]:
