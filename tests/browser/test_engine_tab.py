@@ -350,7 +350,8 @@ def test_a_large_cache_stays_smooth(page: Watched) -> None:
     """20,000 blocks: all of them are painted within a few frames, and then only what changed."""
     page.watch_engine()
     everything, one_step = page.page.evaluate(LARGE)
-    assert one_step < max(30, everything / 4)  # ms; two frames, or what a busy machine needs for all
+    assert everything < 400
+    assert one_step < 150  # ms, the median: 3 on an idle machine, 35 on one with six processes a core
 
 
 LARGE = """async () => {
@@ -366,13 +367,13 @@ LARGE = """async () => {
     const timed = (work) => { const began = performance.now(); work(); return performance.now() - began; };
     engine.draw(performance.now());
     const everything = timed(() => { engine.grid.repaint(); engine.draw(performance.now()); });
-    let steps = 0;
+    const steps = [];
     for (let n = 0; n < 30; n += 1) {
         const entries = seqs.map(({ id }) => [id, 1600 + n, 1, n ? 101 : 100, n ? [] : [16000 + id], 1]);
         engine.apply({ type: "step", ...same, step: 2 + n, k: 1, entries, decodes: [], arrivals: [], left: [],
             published: [], evicted: [], waiting: [] });
-        steps += timed(() => engine.draw(performance.now()));
+        steps.push(timed(() => engine.draw(performance.now())));
         engine.apply({ type: "done", t: n, step: 2 + n, ms: 1, tokens: 64, left: [], published: [], free: 0 });
     }
-    return [everything, steps / 30];
+    return [everything, steps.sort((one, other) => one - other)[15]];
 }"""
