@@ -203,7 +203,7 @@ class LLMEngine:
         self._changing = False
 
     def _empty_if_torn(self, error: BaseException | None = None) -> None:
-        """Every running request ends with an error; the next step returns that and what the interrupted one had made."""
+        """Every running request ends with an error; the next step returns that and what the interrupted one made."""
         if not self._changing or self._closed:
             return
         self.executor.reset()

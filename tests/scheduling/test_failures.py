@@ -1,4 +1,4 @@
-"""Steps that fail, and steps in flight: what must be taken back, and what must not be forgotten."""
+"""Steps that fail, and steps in flight: published blocks are unpublished, and departures are repeated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_outgrowing_the_cache_gives_the_same_tokens_whatever_the_overlap(depth: 
 
 
 def test_blocks_held_for_a_failed_step_come_back_when_nothing_is_in_flight() -> None:
-    """An abort holds blocks until step 2 ends; step 2 fails, step 1 is committed: nobody must wait for step 2."""
+    """An abort holds blocks until step 2 ends; step 2 fails, step 1 is committed: they become free."""
     setup = Setup(num_blocks=4, block_size=4, max_num_seqs=2)
     scheduler, device = setup.scheduler(), FakeDevice(setup)
     scheduler.add(Request(0, tuple(range(8)), StopRule(9)).sequence())

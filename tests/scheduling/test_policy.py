@@ -47,7 +47,7 @@ def test_order_of_admission(policy: str, order: list[int]) -> None:
     assert drain(queue) == order
 
 
-def test_victim_is_the_last_in_rank() -> None:
+def test_the_victim_is_the_last_in_order() -> None:
     running = [make_seq(0, priority=3), make_seq(1, priority=0), make_seq(2, priority=1)]
     assert max(running, key=make_policy("fcfs").order).seq_id == 2
     assert max(running, key=make_policy("sjf").order).seq_id == 2
@@ -150,7 +150,7 @@ def test_sjf_without_aging_starves_the_long_one() -> None:
 
 
 @pytest.mark.parametrize("max_wait_steps", [0, 1, 7, 30])
-def test_with_aging_nobody_is_passed_over_for_more_than_the_limit(max_wait_steps: int) -> None:
+def test_with_aging_no_sequence_is_passed_over_for_more_than_the_limit(max_wait_steps: int) -> None:
     step, passed = steady_stream(max_wait_steps)
     waited = step - 1  # it was added after step 1
     assert waited == max(1, max_wait_steps)

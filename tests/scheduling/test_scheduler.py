@@ -221,7 +221,7 @@ def test_the_last_in_line_gives_way_and_the_first_never_does() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "together"), [(3, False), (4, True)])
-def test_admission_leaves_a_block_to_grow_for_everyone_who_runs(num_blocks: int, together: bool) -> None:
+def test_admission_leaves_a_block_to_grow_for_each_running_sequence(num_blocks: int, together: bool) -> None:
     """Sequence 0 is about to need its second block: admitting 1 into the last two would preempt it in the next step."""
     engine = Engine(num_blocks=num_blocks, block_size=4)
     seqs = [engine.add(0, (1, 2, 3), 3)]
@@ -234,7 +234,7 @@ def test_admission_leaves_a_block_to_grow_for_everyone_who_runs(num_blocks: int,
     assert all(engine.right(seq) for seq in seqs)
 
 
-def test_nobody_is_preempted_for_blocks_that_come_back_by_themselves() -> None:
+def test_no_sequence_is_preempted_for_blocks_that_a_step_in_flight_holds() -> None:
     """Blocks of an aborted sequence are held for the step in flight; waiting one step for them costs nothing."""
     engine = Engine(num_blocks=3, block_size=4, max_num_seqs=3)
     scheduler = engine.scheduler
@@ -250,11 +250,3 @@ def test_nobody_is_preempted_for_blocks_that_come_back_by_themselves() -> None:
     assert seqs[2].status is Status.RUNNING
     scheduler.commit(plan, engine.device.execute(plan))
     assert [entry.seq_id for entry in scheduler.schedule().entries] == [0]
-
-
-def test_salt_separates_requests() -> None:
-    engine = Engine(num_blocks=20, max_num_batched_tokens=60)
-    seqs = [engine.add(i, tuple(range(9)), 2, salt=salt) for i, salt in enumerate(["", "a", "b", "a"])]
-    assert [entry.start for entry in engine.step().entries] == [0, 0, 0, 8]
-    engine.run()
-    assert all(engine.right(seq) for seq in seqs)
