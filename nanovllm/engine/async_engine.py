@@ -110,12 +110,7 @@ class AsyncLLMEngine:
         return 0.0 if began is None else time.monotonic() - began
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's output so far after every step that moved it; the last one is finished. A slow reader
         gets the newest output and not those in between."""
@@ -178,7 +173,7 @@ class AsyncLLMEngine:
         await asyncio.wrap_future(self._submit(self._pause, fatal=True))
 
     async def resume(self) -> None:
-        await asyncio.wrap_future(self._submit(self._resume))
+        await asyncio.wrap_future(self._submit(lambda: self._set_paused(False)))
 
     async def step_once(self) -> None:
         """One step of a paused engine, planned and finished; nothing happens if there is nothing to compute."""
@@ -204,7 +199,7 @@ class AsyncLLMEngine:
 
         def go_on() -> None:
             self._draining = True
-            self._resume()
+            self._set_paused(False)
             self.engine.watch.dismiss()
 
         with contextlib.suppress(EngineDeadError):
@@ -331,9 +326,6 @@ class AsyncLLMEngine:
         while self.engine.scheduler.flights:
             self._step(alone=True)
         self._set_paused(True)
-
-    def _resume(self) -> None:
-        self._set_paused(False)
 
     def _step_once(self) -> None:
         if self._paused and not self._stopping and self.engine.has_unfinished_requests():

@@ -90,7 +90,8 @@ class Watcher:
 
     def added(self, seq: Sequence, request_id: str) -> None:
         if self._readers:
-            self._queue_event("add", seq.seq_id, request_id[:MAX_TEXT], seq.num_prompt, seq.stop.max_tokens)
+            facts = {"id": seq.seq_id, "request": request_id[:MAX_TEXT], "prompt": seq.num_prompt}
+            self._queue_event("add", {**facts, "max_tokens": seq.stop.max_tokens})
 
     def left(self, aborted: list[Sequence]) -> None:
         """Those that had ended before the abort are in an earlier event."""
@@ -104,8 +105,7 @@ class Watcher:
             return
         published, evicted = self._take_journal()
         pairs = [(seq.seq_id, seq.finish_reason) for seq in ended]
-        waiting = self._waiting_ids(), len(self._scheduler.waiting)
-        self._queue_event("step", plan, pairs, published, evicted, *waiting, self._counts())
+        self._queue_event("step", plan, pairs, published, evicted, {**self._waiting_line(), **self._counts()})
 
     def committed(self, plan: StepPlan, progress: list[Progress], seconds: float) -> None:
         if not self._readers:
@@ -118,7 +118,7 @@ class Watcher:
     def failed(self, step_id: int, why: str) -> None:
         if self._readers:
             self._take_journal()
-            self._queue_event("failed", step_id, why)
+            self._queue_event("failed", {"step": step_id, "why": why})
             self._queue_snapshot()
 
     def forgot_prefixes(self) -> None:
@@ -127,12 +127,12 @@ class Watcher:
 
     def policy_changed(self) -> None:
         if self._readers:
-            self._queue_event("policy", self._scheduler.policy.name, self._waiting_ids(), len(self._scheduler.waiting))
+            self._queue_event("policy", {"policy": self._scheduler.policy.name, **self._waiting_line()})
 
     def paused(self, is_paused: bool) -> None:
         self.is_paused = is_paused
         if self._readers:
-            self._queue_event("pause", is_paused)
+            self._queue_event("pause", {"paused": is_paused})
 
     # ---- into the queue ----------------------------------------------------------------------------------------
 
@@ -151,10 +151,22 @@ class Watcher:
         """For one reader, or for all."""
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         waiting = self._waiting(None)
-        seqs = [self._describe(seq) for seq in (*scheduler.running, *waiting)]
-        state = (scheduler.step, scheduler.policy.name, self.is_paused, scheduler.flights, len(waiting))
-        facts = (state, seqs, blocks.findable(), blocks.held(), self._counts())
-        self._queue.put(("snapshot", time.monotonic() - self._started, reader, facts))
+        cached, published = blocks.findable()
+        held = blocks.held()
+        state = {
+            "step": scheduler.step,
+            "policy": scheduler.policy.name,
+            "paused": self.is_paused,
+            "flights": scheduler.flights,
+            "num_waiting": len(waiting),
+            "seqs": [self._describe(seq) for seq in (*scheduler.running, *waiting)],
+            "cached": cached,
+            "published": published,
+            "held": list(held),
+            "until": list(held.values()),
+            **self._counts(),
+        }
+        self._queue.put(("snapshot", time.monotonic() - self._started, reader, (state,)))
 
     def _describe(self, seq: Sequence) -> dict[str, Any]:
         return {
@@ -178,8 +190,9 @@ class Watcher:
             seqs = [head, *(seq for seq in seqs if seq is not head)][:limit]
         return seqs
 
-    def _waiting_ids(self) -> list[int]:
-        return [seq.seq_id for seq in self._waiting(MAX_WAITING)]
+    def _waiting_line(self) -> dict[str, Any]:
+        ids = [seq.seq_id for seq in self._waiting(MAX_WAITING)]
+        return {"waiting": ids, "num_waiting": len(self._scheduler.waiting)}
 
     def _counts(self) -> dict[str, int]:
         scheduler, blocks = self._scheduler, self._scheduler.blocks
@@ -227,7 +240,8 @@ class Feed:
 
     def _publish(self, kind: str, t: float, only: Reader | None, facts: tuple[Any, ...]) -> None:
         try:
-            body = getattr(self, f"_{kind}")(*facts)
+            make = getattr(self, f"_{kind}", dict)  # the facts of a kind without a method are its fields
+            body = make(*facts)
         except Exception:  # a fault of this file must not end the feed
             logger.exception("an event of kind %s could not be written", kind)
             return
@@ -239,28 +253,9 @@ class Feed:
         for reader in self._readers if only is None else [only]:
             reader.put(event)
 
-    def _snapshot(
-        self,
-        state: tuple[Any, ...],
-        seqs: list[dict[str, Any]],
-        findable: tuple[list[int], list[int]],
-        held: dict[int, int],
-        counts: dict[str, int],
-    ) -> dict[str, Any]:
-        self._running = {seq["id"] for seq in seqs if seq["status"] == "running"}
-        named = dict(zip(("step", "policy", "paused", "flights", "num_waiting"), state))
-        return {
-            **named,
-            "seqs": seqs,
-            "cached": findable[0],
-            "published": findable[1],
-            "held": list(held),
-            "until": list(held.values()),
-            **counts,
-        }
-
-    def _add(self, seq_id: int, request: str, num_prompt: int, max_tokens: int) -> dict[str, Any]:
-        return {"id": seq_id, "request": request, "prompt": num_prompt, "max_tokens": max_tokens}
+    def _snapshot(self, state: dict[str, Any]) -> dict[str, Any]:
+        self._running = {seq["id"] for seq in state["seqs"] if seq["status"] == "running"}
+        return state
 
     def _left(self, pairs: list[tuple[int, str]], num_free: int) -> dict[str, Any]:
         self._running.difference_update(seq_id for seq_id, _ in pairs)
@@ -272,9 +267,7 @@ class Feed:
         ended: list[tuple[int, str]],
         published: list[int],
         evicted: list[int],
-        waiting: list[int],
-        num_waiting: int,
-        counts: dict[str, int],
+        counts: dict[str, Any],
     ) -> dict[str, Any] | None:
         # A departure without another reason is a preemption. Earlier departures are no longer in _running.
         known = {seq_id for seq_id, _ in ended}
@@ -302,8 +295,6 @@ class Feed:
             "left": pairs,
             "published": published,
             "evicted": evicted,
-            "waiting": waiting,
-            "num_waiting": num_waiting,
             **counts,
         }
 
@@ -325,12 +316,3 @@ class Feed:
             "published": published,
             "free": num_free,
         }
-
-    def _failed(self, step_id: int, why: str) -> dict[str, Any]:
-        return {"step": step_id, "why": why}
-
-    def _policy(self, name: str, waiting: list[int], num_waiting: int) -> dict[str, Any]:
-        return {"policy": name, "waiting": waiting, "num_waiting": num_waiting}
-
-    def _pause(self, is_paused: bool) -> dict[str, Any]:
-        return {"paused": is_paused}

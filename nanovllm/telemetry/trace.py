@@ -88,34 +88,22 @@ _BLOCKS = _list_of(_block)
 _IDS = _list_of(_count)
 _LEFT = _list_of(_row(_count, _one_of(*REASONS)))
 _COUNTS: dict[str, Check] = {"free": _count, "hits": _count, "queries": _count, "preemptions": _count}
+_SEQ_COUNTS = ("id", "prompt", "max_tokens", "tokens", "computed", "preemptions", "cached")
 _SEQ = _object(
     {
-        "id": _count,
+        **dict.fromkeys(_SEQ_COUNTS, _count),
         "request": _text,
         "status": _one_of("waiting", "running"),
-        "prompt": _count,
-        "max_tokens": _count,
-        "tokens": _count,
-        "computed": _count,
-        "preemptions": _count,
-        "cached": _count,
         "blocks": _BLOCKS,
     }
 )
+_HEADER_COUNTS = ("format", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 HEADER: dict[str, Check] = {
     "type": _one_of("header"),
-    "format": _count,
-    "version": _text,
-    "model": _text,
-    "policy": _text,
     "num_blocks": lambda value, _: _count(value) and 0 < value <= MAX_BLOCKS,
-    "block_size": _count,
-    "max_num_seqs": _count,
-    "max_num_batched_tokens": _count,
-    "max_model_len": _count,
-    "prefix_caching": _flag,
-    "paused": _flag,
-    "device": _text,
+    **dict.fromkeys(_HEADER_COUNTS, _count),
+    **dict.fromkeys(("version", "model", "policy", "device"), _text),
+    **dict.fromkeys(("prefix_caching", "paused"), _flag),
 }
 FIELDS: dict[str, dict[str, Check]] = {
     "snapshot": {
