@@ -1,4 +1,4 @@
-"""Logprobs of the tokens just drawn: the token's own, its position among all, and the most likely tokens, without a sort."""
+"""Logprobs of drawn tokens: the token's own, its position among all, and the most likely tokens, without a sort."""
 
 from __future__ import annotations
 
