@@ -101,7 +101,7 @@ class InputProcessor:
             raise RequestError("this model has no chat template: use generate() with a plain prompt, or chat_template=")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError(MESSAGES)
-        if tools and not knows_tools(template):
+        if tools and not shows_tools(template):
             raise RequestError("tools: the chat template does not show them; describe them in a system message")
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True begins no new message: set add_generation_prompt=False")
@@ -199,7 +199,7 @@ class InputProcessor:
         raise RequestError(f"a prompt must be a string, token ids or a dict, not {type(prompt).__name__}")
 
 
-def knows_tools(template: Any) -> bool:
+def shows_tools(template: Any) -> bool:
     """Whether the word occurs in the template (one text, or several by name)."""
     return re.search(r"\btools\b", str(template)) is not None
 

@@ -272,20 +272,6 @@ def test_requests_of_others_do_not_disturb_generate(make_llm: MakeLLM, llama: Ti
 # ---- limits and order ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [1, 3, 8])
-def test_max_num_seqs_bounds_the_running_set(make_llm: MakeLLM, llama: TinyModel, limit: int) -> None:
-    """max_num_seqs holds, and decodes are not starved by prompts: every running sequence moves in every step."""
-    engine = make_llm(max_num_seqs=limit, max_num_batched_tokens=max(limit, 8)).engine
-    for i in range(21):
-        engine.add_request(str(i), llama.prompts[i % 11], GREEDY)
-    decoding: set[str] = set()
-    while engine.has_unfinished_requests():
-        moved = {output.request_id: output for output in engine.step()}
-        assert len(engine.scheduler.running) <= limit
-        assert decoding <= set(moved)
-        decoding = {request_id for request_id in decoding | set(moved) if not moved[request_id].finished}
-
-
 def finish_order(llm: LLM, prompts: list[list[int]], priority: list[int] | None = None) -> list[int]:
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False, priority=priority)
     return sorted(range(len(prompts)), key=lambda i: outputs[i].metrics.first_token_time)

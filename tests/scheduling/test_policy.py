@@ -106,26 +106,6 @@ def test_nothing_stays_behind_of_a_sequence_that_left() -> None:
 # ---- policies at work ------------------------------------------------------------------------------------------------
 
 
-def finish_order(policy: str, lengths: list[int], priorities: list[int] | None = None) -> list[int]:
-    """All arrive while one sequence runs alone (max_num_seqs=1); in which order do they end?"""
-    setup = Setup(num_blocks=100, max_num_seqs=1, max_num_batched_tokens=200, policy=policy)
-    requests = [Request(0, (1,) * 3, StopRule(5))]
-    for i, length in enumerate(lengths, 1):
-        priority = priorities[i - 1] if priorities else 0
-        requests.append(Request(i, (i,) * length, StopRule(2), arrives=1, priority=priority))
-    outcomes = Simulation(setup, requests).run()
-    return sorted(outcomes, key=lambda seq_id: outcomes[seq_id].finished_step)[1:]
-
-
-def test_sjf_serves_the_short_one_first() -> None:
-    assert finish_order("fcfs", [50, 5, 20]) == [1, 2, 3]
-    assert finish_order("sjf", [50, 5, 20]) == [2, 3, 1]
-
-
-def test_priority_serves_the_smallest_first() -> None:
-    assert finish_order("priority", [5, 5, 5, 5], [2, 0, 1, 0]) == [2, 4, 3, 1]
-
-
 def steady_stream(max_wait_steps: int | None, num_short: int = 60) -> tuple[int, int]:
     """One long prompt, and a short one in every step: (steps until the long one is admitted, short ones before it)."""
     setup = Setup(

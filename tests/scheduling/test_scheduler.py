@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.errors import RequestError
 from nanovllm.scheduling.policy import make_policy
 from nanovllm.scheduling.scheduler import Scheduler, SchedulerLimits
 from nanovllm.scheduling.sequence import Status
@@ -12,47 +11,6 @@ from tests.scheduling.harness import Engine, shape
 from tests.simulation.simulator import Setup, check_scheduler
 
 # ---- what can never fit ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_prompt", "fits"), [(31, True), (32, False), (33, False)])
-def test_a_prompt_larger_than_the_cache_is_refused_and_others_go_on(num_prompt: int, fits: bool) -> None:
-    """The limit is in the message, and the request behind the refused one is served."""
-    engine = Engine(num_blocks=8, block_size=4)
-    if fits:
-        large = engine.add(0, (3,) * num_prompt)
-    else:
-        with pytest.raises(RequestError, match=rf"{num_prompt} tokens .*32.*num_kvcache_blocks"):
-            engine.add(0, (3,) * num_prompt)
-    small = engine.add(1, (1, 2))
-    engine.run()
-    assert engine.right(small)
-    assert not fits or (engine.right(large) and large.num_output == 2)  # token 31 fits, token 32 needs no slot
-
-
-@pytest.mark.parametrize(("num_prompt", "fits"), [(9, True), (10, False), (11, False)])
-def test_a_prompt_that_leaves_no_room_below_max_model_len_is_refused(num_prompt: int, fits: bool) -> None:
-    engine = Engine(max_model_len=10)
-    if not fits:
-        with pytest.raises(RequestError, match=rf"{num_prompt} tokens.*max_model_len=10.*shorten"):
-            engine.add(0, (3,) * num_prompt)
-        assert not engine.scheduler.has_work
-        return
-    seq = engine.add(0, (3,) * num_prompt)
-    engine.run()
-    assert (seq.num_output, seq.finish_reason) == (1, "length")
-
-
-@pytest.mark.parametrize("decode_steps", [1, 4])
-def test_max_model_len_ends_a_sequence(decode_steps: int) -> None:
-    """No token at or beyond position max_model_len is ever fed, also when several steps run at once."""
-    engine = Engine(num_blocks=20, max_model_len=10, decode_steps=decode_steps)
-    seqs = [engine.add(i, (i + 1,) * (3 + i), max_tokens=100) for i in range(3)]
-    engine.run()
-    for seq in seqs:
-        assert (len(seq.token_ids), seq.finish_reason) == (10, "length")
-        assert engine.right(seq)
-    for plan in engine.plans:
-        assert all(entry.start + entry.num_new + plan.num_steps - 1 < 10 for entry in plan.entries)
 
 
 def test_one_sequence_that_outgrows_the_cache_ends_with_a_reason() -> None:

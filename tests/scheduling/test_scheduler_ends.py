@@ -10,23 +10,9 @@ from nanovllm.scheduling.policy import make_policy
 from nanovllm.scheduling.scheduler import Scheduler, SchedulerLimits
 from nanovllm.scheduling.sequence import Sequence, StopRule
 from tests.scheduling.harness import Engine, shape
-from tests.simulation.simulator import Request, Setup, check_scheduler, expected
+from tests.simulation.simulator import Request, Setup, check_scheduler
 
 # ---- decode steps ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [1, 2, 7, 8])
-def test_tokens_after_a_stop_are_dropped(k: int) -> None:
-    engine = Engine(num_blocks=40, decode_steps=k)
-    free = Request(0, (1, 2, 3), StopRule(40))
-    output, _ = expected(free, engine.setup) or ([], "")
-    for at in (1, 2, 5, 8, 9, 10):
-        stop = StopRule(40, min_tokens=at, eos_token_ids=frozenset({output[at - 1]}))
-        seq = Request(at, (1, 2, 3), stop).sequence()
-        engine.scheduler.add(seq)
-        engine.run()
-        assert seq.token_ids[3:] == output[:at]
-        assert (seq.finish_reason, seq.stop_reason) == ("stop", None)
 
 
 def test_several_steps_only_if_no_sequence_waits() -> None:
@@ -61,30 +47,6 @@ def test_one_step_if_blocks_for_several_are_short() -> None:
 
 
 # ---- abort, stop, overlap --------------------------------------------------------------------------------------------
-
-
-def test_abort_while_waiting() -> None:
-    engine = Engine(max_num_seqs=1)
-    first, second = engine.add(0, (1, 2)), engine.add(1, (3, 4))
-    engine.step()
-    assert engine.scheduler.abort(1) is second
-    assert second.finish_reason == "abort"
-    engine.run()
-    assert engine.right(first)
-    assert all(entry.seq_id == 0 for plan in engine.plans for entry in plan.entries)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_abort_while_running(steps: int) -> None:
-    engine = Engine(num_blocks=10, max_num_seqs=1, max_num_batched_tokens=8)
-    seq = engine.add(0, tuple(range(12)))  # after one step in the middle of its prompt, then decoding
-    for _ in range(steps):
-        engine.step()
-    assert engine.scheduler.abort(0, "gone") is seq
-    assert (seq.finish_reason, seq.block_table) == ("gone", [])
-    assert engine.scheduler.blocks.num_free == 10
-    assert not engine.scheduler.has_work
-    check_scheduler(engine.scheduler)
 
 
 def test_abort_while_preempted_in_flight_finished_or_unknown() -> None:

@@ -31,14 +31,6 @@ def test_the_line_is_sorted_anew(name: str, order: list[int]) -> None:
     assert [entry.seq_id for entry in plan.entries] == order[: len(plan.entries)]
 
 
-def test_the_convoy_goes_away() -> None:
-    """One long prompt before short ones: with fcfs they wait behind it, with sjf they do not."""
-    scheduler = Setup(num_blocks=40, max_num_seqs=2, max_num_batched_tokens=4).scheduler()
-    add(scheduler, 40, 3, 3)
-    scheduler.set_policy(make_policy("sjf"))
-    assert scheduler.schedule().entries[0].seq_id == 1
-
-
 def test_age_is_kept() -> None:
     """max_wait_steps counts from when it first began to wait, not from the switch."""
     scheduler = Setup(num_blocks=40, max_num_seqs=1, max_num_batched_tokens=4).scheduler()
