@@ -5,7 +5,6 @@ and an engine that goes on answering right.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -215,29 +214,6 @@ def test_a_wrong_path(name: str, parts: tuple[str, ...]) -> None:
         assert part in str(error.value)
 
 
-def test_wrong_folders(make_llm: MakeLLM, tmp_path: Path, llama: TinyModel) -> None:
-    with pytest.raises(ModelError, match=r"config.json: missing"):
-        make_llm(tmp_path)
-    with pytest.raises(ModelError, match="give the folder"):
-        make_llm(llama.path / "model.safetensors")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
-def test_truncated_weights(make_llm: MakeLLM, llama_copy: Path, share: float) -> None:
-    path = llama_copy / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(ModelError, match=r"model.safetensors.*get it again"):
-        make_llm(llama_copy)
-
-
-def test_a_missing_shard(make_llm: MakeLLM, tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny("llama-sharded").path, tmp_path / "sharded"))
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(ModelError, match=r"1 of \d+ shards are missing: model-00002"):
-        make_llm(folder)
-
-
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -263,13 +239,6 @@ def test_a_context_too_long_for_a_rotary_table(make_llm: MakeLLM, llama: TinyMod
         make_llm(llama_copy)
     with make_llm(llama_copy, max_model_len=64) as llm:
         assert llm.generate(llama.prompts[0], GREEDY, use_tqdm=False)[0]["token_ids"] == llama.tokens[0]
-
-
-def test_a_config_that_is_no_json(make_llm: MakeLLM, llama_copy: Path) -> None:
-    for text in ("", "{", "[]", "\ufeff{}x", "null"):
-        (llama_copy / "config.json").write_text(text)
-        with pytest.raises(ModelError, match=r"config.json"):
-            make_llm(llama_copy)
 
 
 def test_a_booby_trapped_folder_runs_nothing(make_llm: MakeLLM, llama: TinyModel, llama_copy: Path) -> None:
@@ -312,11 +281,3 @@ def test_a_chat_template_is_sandboxed(make_llm: MakeLLM, llama_copy: Path, llama
         with pytest.raises(RequestError, match="chat template refused"):
             llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False)
         assert_answers(llm, llama)
-
-
-def test_corrupt_gguf(make_llm: MakeLLM, tmp_path: Path) -> None:
-    for name, data in {"empty": b"", "magic": b"GGUX" + b"\0" * 60, "huge": b"GGUF\x03\0\0\0" + b"\xff" * 16}.items():
-        path = tmp_path / f"{name}.gguf"
-        path.write_bytes(data)
-        with pytest.raises(ModelError, match=rf"{name}\.gguf"):
-            make_llm(path)

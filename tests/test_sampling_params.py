@@ -178,38 +178,19 @@ def test_clone() -> None:
 
 def test_numbers_of_numpy_become_those_of_python() -> None:
     """Parameters are sent between ranks as JSON, which has no numbers of numpy."""
+    integers = {"n": 2, "top_k": -1, "max_tokens": 7, "min_tokens": 3, "logprobs": 4, "prompt_logprobs": -1}
+    floats = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.0, "presence_penalty": 1.0}
+    others = {"stop_token_ids": [3, 4], "allowed_token_ids": [5, 6], "logit_bias": {7: 1.5}, "seed": 2**64 - 1}
     made = SamplingParams(
-        n=np.int64(2),
-        temperature=np.float32(0.5),
-        top_p=np.float64(0.25),
-        top_k=np.int8(-1),
-        seed=np.uint64(2**64 - 1),
-        max_tokens=np.int32(7),
-        min_tokens=np.uint8(3),
-        logprobs=np.int16(4),
-        prompt_logprobs=np.int64(-1),
-        min_p=np.float16(0),
+        **{name: np.int8(value) for name, value in integers.items()},
+        **{name: np.float16(value) for name, value in floats.items()},
         stop_token_ids=np.array([3, 4]),
         allowed_token_ids=[np.int32(5), 6],
         logit_bias={np.int64(7): np.float32(1.5)},
-        presence_penalty=np.int64(1),
+        seed=np.uint64(2**64 - 1),
     )
     assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(made)))) == made
-    plain = SamplingParams(
-        n=2,
-        temperature=0.5,
-        top_p=0.25,
-        seed=2**64 - 1,
-        max_tokens=7,
-        min_tokens=3,
-        logprobs=4,
-        prompt_logprobs=-1,
-        stop_token_ids=[3, 4],
-        allowed_token_ids=[5, 6],
-        logit_bias={7: 1.5},
-        presence_penalty=1,
-    )
-    assert made == plain
+    assert made == SamplingParams(**integers, **floats, **others)
 
 
 @pytest.mark.parametrize(
