@@ -95,8 +95,8 @@ class DeviceRows:
         if not edits:
             return False
         table = np.zeros((len(edits), spec.EDIT_FIELDS), np.int32)
-        for i, (token, bias, before, start, length, earliest) in enumerate(edits):
-            table[i, :6] = (token, np.float32(bias).view(np.int32), before, start, length, earliest)
+        for i, (token_id, bias, before, start, length, earliest) in enumerate(edits):
+            table[i, :6] = (token_id, np.float32(bias).view(np.int32), before, start, length, earliest)
         self._edits[row] = table, np.array(words, np.int32)
         return True
 
