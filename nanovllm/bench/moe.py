@@ -224,7 +224,7 @@ def spread_routers(engine: LLMEngine, seed: int) -> None:
       dummy queries and keys are small, adds to x a part of the context, so that x turns a little from layer to layer.
 
     In 16 layers of 8 experts with hidden size 512, 86 % of the guesses were right, and LRU hit 38, 70 and 89 % with 2,
-    4 and 6 cached. The choices that `moe.cache.Routing` makes up give 37, 63 and 86 %.
+    4 and 6 cached. The choices that `tests/moe/routing.py` makes up give 37, 63 and 86 %.
     Experts themselves stay tiny and change nothing. Captured steps see all this: values change, addresses do not.
     """
     model, offload = engine.executor.runner.model, engine.executor.offload
