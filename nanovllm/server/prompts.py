@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from nanovllm.engine.inputs import EngineInput, knows_tools
+from nanovllm.engine.inputs import EngineInput, shows_tools
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ContextLengthError, RequestError
 from nanovllm.sampling.structured import to_lark
@@ -123,7 +123,7 @@ def _render(engine: LLMEngine, body: ChatBody | TokenizeBody, tools: list[Tool],
     try:
         rows, shown = engine.inputs.control_tokens.clean_chat(rows, shown)
         variables = engine.inputs.control_tokens.clean_all(variables, "chat_template_kwargs")
-        if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
+        if not shows_tools(getattr(engine.tokenizer, "chat_template", "")):
             rows, shown = as_plain_text(rows, shown, form), []
         return engine.inputs.render_chat(
             rows,
