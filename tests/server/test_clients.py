@@ -1,13 +1,15 @@
 """Clients that send more than the server reads: openai's own objects sent back, and what libraries built on it
-(litellm, instructor, the agents SDK) send."""
+(litellm, instructor, the agents SDK) send. These are not in the `test` extra: their tests run where they are installed,
+and what they send is also here as plain bodies."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -170,3 +172,97 @@ def test_a_format_beside_tools_in_forms_without_tags(talker: Callable[[bool], Pa
     with running(talker(False), {"num_kvcache_blocks": 600}, tool_call_parser=form) as server:
         opener = str(server.engine.tokenizer.encode(FORMS[form].opener, add_special_tokens=False)[0])
         check_tool_beside_format(server, LOOKS_LIKE_A_CALL, opener)
+
+
+# ---- the libraries themselves ----------------------------------------------------------------------------------------
+
+
+def test_litellms_tool_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    for provider in ("openai", "hosted_vllm"):
+        settings: dict[str, Any] = {
+            "model": f"{provider}/{server.model}",
+            "api_base": f"{server.url}/v1",
+            "api_key": "none",
+            "tools": [copy.deepcopy(WEATHER)],  # litellm takes keys out of it
+            "max_tokens": 200,
+            "seed": 3,
+            "metadata": {"a": "b"},
+            "user": "me",
+            "parallel_tool_calls": False,
+            "logit_bias": short_json(server),
+        }
+        messages: list[Any] = list(ASK)
+        message = litellm.completion(messages=messages, tool_choice="required", **settings).choices[0].message
+        assert message.tool_calls
+        chunks = list(litellm.completion(messages=messages, tool_choice="required", stream=True, **settings))
+        rebuilt = litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message
+        assert [call.function.arguments for call in rebuilt.tool_calls] == [
+            call.function.arguments for call in message.tool_calls
+        ]
+        for sent in (message, message.model_dump(), rebuilt):
+            calls = sent["tool_calls"]
+            results = [{"role": "tool", "tool_call_id": c["id"], "name": "weather", "content": "wet"} for c in calls]
+            again = litellm.completion(messages=[*messages, sent, *results], **{**settings, "max_tokens": 4})
+            assert again.choices[0].finish_reason
+
+
+def test_instructors_modes(server: Running) -> None:
+    instructor = pytest.importorskip("instructor")
+    pydantic = pytest.importorskip("pydantic")
+    Place = pydantic.create_model("Place", town=(Literal["Oslo", "Rome"], ...))
+    with server.client() as client:
+        for mode in ("JSON_SCHEMA", "TOOLS", "TOOLS_STRICT"):
+            made = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
+            found = made.chat.completions.create(
+                model=server.model,
+                messages=list(ASK),
+                response_model=Place,
+                max_tokens=300,
+                max_retries=1,
+                logit_bias=short_json(server),
+            )
+            assert found.town in ("Oslo", "Rome")
+        # any object at all: the bias makes it {}
+        Maybe = pydantic.create_model("Maybe", town=(str, "Bern"))
+        for mode in ("JSON", "JSON_SCHEMA"):
+            made = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
+            found = made.chat.completions.create(
+                model=server.model,
+                messages=list(ASK),
+                response_model=Maybe,
+                max_tokens=40,
+                max_retries=1,
+                logit_bias=short_json(server),
+            )
+            assert found.town == "Bern"
+
+
+def test_the_agents_sdk(server: Running) -> None:
+    agents = pytest.importorskip("agents")
+    import openai
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def clock() -> str:
+        """The time."""
+        return "noon"
+
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    model = agents.OpenAIChatCompletionsModel(model=server.model, openai_client=client)
+    settings = agents.ModelSettings(
+        tool_choice="required",
+        max_tokens=300,
+        parallel_tool_calls=False,
+        store=True,
+        metadata={"a": "b"},
+        verbosity="low",
+        extra_args={"prompt_cache_key": "k", "logit_bias": short_json(server)},
+    )
+    agent = agents.Agent(name="teller", instructions="Be short.", model=model, tools=[clock], model_settings=settings)
+    found = agents.Runner.run_sync(agent, "What time is it?", max_turns=3)
+    kinds = [item.type for item in found.new_items]
+    assert kinds[:2] == ["tool_call_item", "tool_call_output_item"]
+    assert found.new_items[-1].type == "message_output_item"
