@@ -1,4 +1,4 @@
-"""Mixture-of-experts models on several ranks give the tokens of one rank, wherever the experts live and however they are
+"""Mixture-of-experts models on several ranks give the tokens of one rank, wherever the experts are and however they are
 divided; each rank reads its own part of the files and no other.
 
 Every case compares tokens, so no rank may build another architecture. What ranks decide by is agreed, and what they
