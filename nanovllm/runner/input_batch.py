@@ -1,6 +1,6 @@
 """InputBatch: what the runner remembers of the running sequences, and the integers of a step made from it.
 
-One row per running sequence holds its tokens and its block table, so a plan need only say what is new. numpy, not
+One row per running sequence holds its tokens and its block table, so a plan contains only what is new. numpy, not
 torch: a handful of small integers per sequence, and numpy's calls cost a tenth of torch's.
 """
 

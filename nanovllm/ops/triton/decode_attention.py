@@ -125,18 +125,9 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["context_lens_ptr"])
 def merge_kernel(
-    parts_ptr,
-    logsums_ptr,
-    out_ptr,
-    context_lens_ptr,
-    num_splits,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    STEP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    parts_ptr, logsums_ptr, out_ptr, context_lens_ptr, num_splits, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Weighted mean of one (row, q head)'s parts, TILE at a time, with the recurrence of the online softmax."""
     row_head = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row_head // NUM_Q_HEADS)
@@ -256,12 +247,8 @@ def decode_attention(
     assert out.is_contiguous()
     splits = launch.num_splits
     workspace = workspace or DecodeWorkspace.allocate(batch, num_q_heads, launch, head_dim, q.device)
-    shared = {
-        "HEAD_DIM": head_dim,
-        "D": next_power_of_2(head_dim),
-        "STEP": max(MIN_KEYS, launch.block_n),
-        "WINDOW": window or 0,
-    }
+    shared = {"HEAD_DIM": head_dim, "D": next_power_of_2(head_dim), "WINDOW": window or 0}
+    shared["STEP"] = max(MIN_KEYS, launch.block_n)
     decode_kernel[(batch * num_kv_heads, splits)](
         q, k_cache, v_cache, out, workspace.parts, workspace.logsums, context_lens, block_tables,
         scale * LOG2E, q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
@@ -269,16 +256,9 @@ def decode_attention(
         BLOCK_N=launch.block_n, **shared, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if splits > 1:
+        parts = (workspace.parts, workspace.logsums)
         merge_kernel[(batch * num_q_heads,)](
-            workspace.parts,
-            workspace.logsums,
-            out,
-            context_lens,
-            splits,
-            NUM_Q_HEADS=num_q_heads,
-            **shared,
-            TILE=MERGE_TILE,
-            num_warps=2,
+            *parts, out, context_lens, splits, NUM_Q_HEADS=num_q_heads, **shared, TILE=MERGE_TILE, num_warps=2
         )
     return out
 
