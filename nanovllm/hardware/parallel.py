@@ -105,19 +105,16 @@ class Parallel:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors side by side along the last dimension, the same on all."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self.group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, dim=-1)
+        return x if self.size == 1 else torch.cat(self._gather(x).unbind(), dim=-1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors one below the other, rank 0's first; all have as many rows."""
-        if self.size == 1:
-            return x
+        return x if self.size == 1 else self._gather(x).flatten(0, 1)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
         found = x.new_empty(self.size, *x.shape)
         self.group.allgather([list(found)], [x.contiguous()]).wait()
-        return found.flatten(0, 1)
+        return found
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """int64 [ranks]: number i goes to rank i; number i of the result comes from rank i."""
@@ -148,9 +145,8 @@ class Parallel:
         if self.size == 1:
             return [number]
         device = "cuda" if "nccl" in type(self.group).__name__.lower() else "cpu"
-        parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
-        self.group.allgather([parts], [torch.tensor([number], dtype=torch.int64, device=device)]).wait()
-        return [int(part) for part in parts]
+        found: list[int] = self.gather_rows(torch.tensor([number], dtype=torch.int64, device=device)).tolist()
+        return found
 
 
 def digest(data: bytes) -> int:

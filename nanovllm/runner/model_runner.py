@@ -22,7 +22,7 @@ import torch
 
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import shared_pool
-from nanovllm.hardware.staging import Arriving, transfers_of
+from nanovllm.hardware.staging import Arriving, Here, transfers_of
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
@@ -47,16 +47,6 @@ class InFlight:
 
     def result(self) -> StepResult:
         return self._finish()
-
-
-@dataclass(frozen=True)
-class Known:
-    """Tokens that the host has waited for already."""
-
-    tokens: np.ndarray
-
-    def wait(self) -> np.ndarray:
-        return self.tokens
 
 
 @dataclass(frozen=True)
@@ -238,7 +228,7 @@ class Visit:
         if self.needs_tokens:
             arrived = arriving.wait()
             self._append(arrived)
-            arriving = Known(arrived)
+            arriving = Here(torch.from_numpy(arrived))
         self._arriving.append(arriving)
 
     def _append(self, tokens: np.ndarray) -> None:

@@ -53,7 +53,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.triton.common import LOG2E, LOWEST, capability, dot, next_power_of_2, num_multiprocessors
-from nanovllm.ops.triton.prefill_attention import key_offsets, page_ids, softmax_step
+from nanovllm.ops.triton.prefill_attention import check_paged, key_offsets, page_ids, softmax_step
 
 MIN_KEYS = 64  # a split shorter than this costs more to merge than it saves
 MAX_SPLITS = 64
@@ -240,11 +240,7 @@ def decode_attention(
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_q_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    assert k_cache.stride() == v_cache.stride()
-    assert k_cache.stride(3) == 1
-    assert q.stride(2) == 1
-    assert q.stride(1) == head_dim
-    assert out.is_contiguous()
+    check_paged(q, k_cache, v_cache, out)
     splits = launch.num_splits
     workspace = workspace or DecodeWorkspace.allocate(batch, num_q_heads, launch, head_dim, q.device)
     shared = {"HEAD_DIM": head_dim, "D": next_power_of_2(head_dim), "WINDOW": window or 0}

@@ -256,6 +256,15 @@ def choose_tile(head_dim: int, element_size: int, block_size: int, arch: tuple[i
     return PrefillTile(128, 64 if d <= 64 else 32, 4 if d <= 64 else 8, 2)
 
 
+def check_paged(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+    """What the attention kernels assume of strides."""
+    assert k_cache.stride() == v_cache.stride()
+    assert k_cache.stride(3) == 1
+    assert q.stride(2) == 1
+    assert q.stride(1) == q.shape[2]
+    assert out.is_contiguous()
+
+
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -280,11 +289,7 @@ def prefill_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_tokens == 0:
         return out
-    assert k_cache.stride() == v_cache.stride()
-    assert k_cache.stride(3) == 1
-    assert q.stride(2) == 1
-    assert q.stride(1) == head_dim
-    assert out.is_contiguous()
+    check_paged(q, k_cache, v_cache, out)
     tile = tile or choose_tile(head_dim, q.element_size(), block_size, capability(q.device))
     block_m = max(tile.block_m, next_power_of_2(group))
     use_desc = tile.use_desc and _suits_descriptors(k_cache, tile.block_n)
