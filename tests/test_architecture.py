@@ -285,6 +285,21 @@ def test_known_names_are_where_people_look(file: str) -> None:
     assert NAMES[file] <= classes
 
 
+# Folders of tests that are no room: what needs a card or a browser, what runs whole engines, and shared files.
+ACROSS = {"gpu", "browser", "parity", "simulation", "learn", "fixtures"}
+
+
+def test_tests_mirror_the_rooms() -> None:
+    folders = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - ACROSS <= {name for name in FLOORS if (PACKAGE / name).is_dir()}
+
+
+def test_reasons_are_in_the_repository() -> None:
+    """A comment gives its reason, not the number of a list that a reader does not have."""
+    for path in (*FILES, *Path(__file__).parent.rglob("*.py")):
+        assert not re.search(r"\blessons? \d", path.read_text(encoding="utf-8"), re.IGNORECASE), path
+
+
 def test_a_public_class_name_exists_once() -> None:
     places: dict[str, list[str]] = {}
     for path in FILES:

@@ -107,7 +107,7 @@ def find(node: ast.AST, dotted: str) -> bool:
 
 
 def find_file(name: str) -> Path | None:
-    places = [PACKAGE / name, ROOT / name]
+    places = [PACKAGE / name, ROOT / name, ROOT / "docs/learn" / name]
     if "/" not in name:
         places += PACKAGE.rglob(name)
     return next((place for place in places if place.is_file()), None)
