@@ -14,7 +14,7 @@ CPU = Device(torch.device("cpu"))
 
 
 class CallStream(CopyStream):
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

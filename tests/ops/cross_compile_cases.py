@@ -118,10 +118,10 @@ def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = Fa
     d, cases, kind = f"*{dtype}", {}, " low-rank" if low_rank else ""
     hidden, size, down = (1024, 14336, (4096, 1024)) if low_rank else (4096, 14336, None)
     for num_tokens in sizes:
-        shape = moe_tiles.Shape(hidden, size, 2, DTYPES[dtype], down)
+        shape = moe_tiles.MoeShape(hidden, size, 2, DTYPES[dtype], down)
         plan = moe_tiles.default_plan(num_tokens, shape, capability_of(arch))
         if plan.kind == "grouped":  # what the rule would take without PyTorch's product
-            plan = moe_tiles.default_plan(num_tokens, moe_tiles.Shape(hidden, size, 2, torch.float16), (9, 0))
+            plan = moe_tiles.default_plan(num_tokens, moe_tiles.MoeShape(hidden, size, 2, torch.float16), (9, 0))
         for name, kernel, types, consts, tile in (
             (
                 "gate_up",

@@ -161,7 +161,7 @@ def test_experts(compiled, monkeypatch):
     def counts():
         return {name: len(keys) for name, keys in compiled.items()}
 
-    shape = moe_tiles.Shape(hidden, size, top_k, BF16)
+    shape = moe_tiles.MoeShape(hidden, size, top_k, BF16)
     for rows in moe_tiles.sizes_to_warm(2000, shape, gate_up.device):
         run(rows)
     warm = counts()
