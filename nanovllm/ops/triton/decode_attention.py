@@ -1,10 +1,11 @@
-"""Paged attention for one query a sequence: flash attention turned on its side (twin: `ops/attention.py`).
+"""Paged attention for one query a sequence: flash attention split over the keys (twin: `ops/attention.py`).
 
 With one query there is nothing to reuse: every key and value is read once, for a handful of multiplications, so the
 kernel's only job is to keep the memory busy. Four decisions follow.
 
 Pack the heads. The GROUP query heads that share a kv head are the rows of one tile, padded to 16 because a tensor-core
-product has at least 16 rows. Keys are read once for all of them; the padding rows cost nothing, the cores are idle.
+product has at least 16 rows. Keys are read once for all of them; the padding rows cost nothing, since memory is
+the limit, not arithmetic.
 
 Split the keys. Batch * num_kv_heads programs are too few to fill a card at small batch, so a sequence's keys are cut
 into `num_splits` ranges, each owned by one program, which runs the online softmax (derived in `prefill_attention.py`)
