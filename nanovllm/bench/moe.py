@@ -39,8 +39,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.hardware.bandwidth import host_to_device_bandwidth
 from nanovllm.hardware.device import Device
-from nanovllm.lowrank.checkpoint import find_svd_folder, low_rank_forms, read_svd_metadata
-from nanovllm.lowrank.folder import FOLDER, write_metadata
+from nanovllm.lowrank.folder import find_svd_folder, low_rank_forms, read_svd_metadata, write_metadata
+from nanovllm.lowrank.format import FOLDER
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
@@ -157,7 +157,7 @@ def keep_low_rank(source: Path, target: Path, model: ModelConfig, num_layers: in
             replace(
                 facts,
                 layer_ids=ids,
-                ranks={i: facts.ranks[i] for i in ids},
+                svd_ranks={i: facts.svd_ranks[i] for i in ids},
                 w2_modes={i: facts.w2_modes[i] for i in ids},
             ),
         )
@@ -224,7 +224,7 @@ def spread_routers(engine: LLMEngine, seed: int) -> None:
       dummy queries and keys are small, adds to x a part of the context, so that x turns a little from layer to layer.
 
     In 16 layers of 8 experts with hidden size 512, 86 % of the guesses were right, and LRU hit 38, 70 and 89 % with 2,
-    4 and 6 cached. The choices that `moe.cache.Routing` makes up give 37, 63 and 86 %.
+    4 and 6 cached. The choices that `tests/moe/routing.py` makes up give 37, 63 and 86 %.
     Experts themselves stay tiny and change nothing. Captured steps see all this: values change, addresses do not.
     """
     model, offload = engine.executor.runner.model, engine.executor.offload

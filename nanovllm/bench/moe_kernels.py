@@ -188,18 +188,18 @@ def measure_decode(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...
 
 def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...] = PREFILL_TOKENS) -> list[dict]:
     """Our tiles and PyTorch's grouped product, whichever the table chooses; None where one cannot run here."""
-    from nanovllm.ops.triton.moe_tiles import TileChoice, choose_plan, default_plan
+    from nanovllm.ops.triton.moe_tiles import TileChoice, choose_tiles, default_tiles
 
     rows, where = [], lab.device.torch_device
     for num_tokens in tokens:
         call = lab.call(num_tokens, "uniform")
         flops = 2 * num_tokens * lab.shape.top_k * lab.shape.parameters
         # Asked as fp16 the rule does not think of the grouped product, and its tiles are those of bf16.
-        tiles = default_plan(num_tokens, replace(lab.plan_shape(), dtype=torch.float16), lab.device.capability)
+        tiles = default_tiles(num_tokens, replace(lab.plan_shape(), dtype=torch.float16), lab.device.capability)
         row = {
             "model": lab.shape.name,
             "tokens": num_tokens,
-            "chosen": choose_plan(num_tokens, lab.plan_shape(), where).kind,
+            "chosen": choose_tiles(num_tokens, lab.plan_shape(), where).kind,
         }
         for name, plan in (("tiles", tiles), ("grouped", TileChoice("grouped", 128))):
             seconds = try_seconds(lab, [lab.whole(call, plan)])
@@ -309,13 +309,13 @@ def tune(shapes: tuple[KernelShape, ...], device: Device, tokens: tuple[int, ...
     """
     from tqdm import tqdm
 
-    from nanovllm.ops.triton.moe_tiles import TileChoice, default_plan, entry_of
+    from nanovllm.ops.triton.moe_tiles import TileChoice, default_tiles, entry_of
 
     dtype, entries = device.resolve_dtype("auto", "bfloat16"), []
     for shape in shapes:
         lab = MoeLab(device, shape, dtype)
         for num_tokens in tqdm(tokens, desc=shape.name, unit="size", disable=None):
-            rule = default_plan(num_tokens, lab.plan_shape(), device.capability)
+            rule = default_tiles(num_tokens, lab.plan_shape(), device.capability)
             judge = Judge(lab, num_tokens, rule)
             best = (WORTH, rule)
             for kind, block_m, first, second in candidates(num_tokens, shape):

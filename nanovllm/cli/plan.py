@@ -232,7 +232,7 @@ def make_table(plan: Estimate) -> str:
 
 def read_facts(config: EngineConfig) -> ModelFacts:
     from nanovllm.engine.defaults import resolve_max_model_len
-    from nanovllm.lowrank.checkpoint import low_rank_forms
+    from nanovllm.lowrank.folder import low_rank_forms
     from nanovllm.models.registry import find_family
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model

@@ -456,7 +456,7 @@ def test_hit_rates() -> None:
 
 
 def test_the_skewed_rates_are_those_of_a_simulated_cache() -> None:
-    from nanovllm.moe.offload.cache import simulate_hit_rates
+    from tests.moe.routing import simulate_hit_rates
 
     for share, simulated in zip((0.25, 0.5, 0.75), simulate_hit_rates([2, 4, 6], num_tokens=400)):
         assert simulated == pytest.approx(hit_rate(share, skewed=True), abs=0.1)

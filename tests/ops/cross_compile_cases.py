@@ -119,9 +119,9 @@ def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = Fa
     hidden, size, down = (1024, 14336, (4096, 1024)) if low_rank else (4096, 14336, None)
     for num_tokens in sizes:
         shape = moe_tiles.MoeShape(hidden, size, 2, DTYPES[dtype], down)
-        plan = moe_tiles.default_plan(num_tokens, shape, capability_of(arch))
+        plan = moe_tiles.default_tiles(num_tokens, shape, capability_of(arch))
         if plan.kind == "grouped":  # what the rule would take without PyTorch's product
-            plan = moe_tiles.default_plan(num_tokens, moe_tiles.MoeShape(hidden, size, 2, torch.float16), (9, 0))
+            plan = moe_tiles.default_tiles(num_tokens, moe_tiles.MoeShape(hidden, size, 2, torch.float16), (9, 0))
         for name, kernel, types, consts, tile in (
             (
                 "gate_up",
@@ -151,7 +151,7 @@ def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = Fa
 def moe_small_cases(dtype: str) -> dict:
     d, ints = f"*{dtype}", ["*i32"] * 6 + ["i32"] * 3
     route = {"NUM_EXPERTS": 60, "E": 64, "TOP_K": 6, "K": 8, "RENORMALISE": True}
-    sizes = {"SLOTS": 128, "CHUNK": 64}
+    sizes = {"BUFFERS": 128, "CHUNK": 64}
     place = sizes | {"ROWS": 16, "BLOCK_M": 16}
     blocks = {"BLOCK_N": 1, "BLOCK_K": 512}
     plain = {

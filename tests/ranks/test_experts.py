@@ -154,7 +154,6 @@ def test_ranks_that_find_unequal_memory_take_the_least(ranks: Ranks) -> None:
 CHOICES = {
     "qwen": [Choice(17, 30, 20, "input"), Choice(25, 11, 13, "output")],  # 3 layers, the second one dense
     "mixtral": [Choice(20, 21, 9), Choice(31, 50, 12, "input")],
-    "private": [Choice(20, 21, 9), Choice(31, 50, 12, "input")],
 }
 
 
@@ -166,7 +165,7 @@ def low_rank(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         if name not in built:
             source = tiny("qwen3-moe-dense-layers" if name == "qwen" else "mixtral").path
             built[name] = copy_model(source, tmp_path_factory.mktemp("low-rank") / name)
-            write_svd(built[name], CHOICES[name], mode="private" if name == "private" else "shared")
+            write_svd(built[name], CHOICES[name])
         return built[name]
 
     return get
@@ -188,8 +187,6 @@ LOW_RANK: dict[str, dict[str, Any]] = {
         ("mixtral", 2, "memory"),
         ("qwen", 4, "memory"),
         ("qwen", 2, "disk"),
-        ("private", 2, "disk"),
-        ("private", 4, "resident"),
         ("mixtral", 2, "spread"),
         ("qwen", 4, "spread"),
     ],
