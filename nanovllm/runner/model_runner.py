@@ -22,7 +22,7 @@ import torch
 
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import shared_pool
-from nanovllm.hardware.staging import Arriving, Here, transfers_of
+from nanovllm.hardware.staging import Arriving, HostResult, transfers_of
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
@@ -228,7 +228,7 @@ class Visit:
         if self.needs_tokens:
             arrived = arriving.wait()
             self._append(arrived)
-            arriving = Here(torch.from_numpy(arrived))
+            arriving = HostResult(torch.from_numpy(arrived))
         self._arriving.append(arriving)
 
     def _append(self, tokens: np.ndarray) -> None:
