@@ -24,6 +24,7 @@ from nanovllm.hardware.device import Device
 from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.model_runner import InFlight
+from nanovllm.runner.probe import Probe
 from nanovllm.scheduling.plan import StepPlan
 
 
@@ -56,6 +57,10 @@ class Executor(Protocol):
     def expert_stats(self) -> ExpertStats | None: ...
 
     def describe(self) -> dict[str, Any]: ...
+
+    def probe(self) -> Probe:
+        """For benchmarks: of the part of the model that is in this process."""
+        ...
 
     def close(self) -> None:
         """Calling it twice is fine."""

@@ -22,6 +22,7 @@ from nanovllm.runner.expert_memory import card_bytes
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.memory import fit_cache
 from nanovllm.runner.model_runner import InFlight
+from nanovllm.runner.probe import Probe
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 
@@ -84,6 +85,9 @@ class LocalExecutor:
     def expert_stats(self) -> ExpertStats | None:
         """Cumulative; None unless experts are offloaded."""
         return None if self.offload is None else self.offload.stats()
+
+    def probe(self) -> Probe:
+        return Probe(self.device, self.layout, self.runner, self.offload)
 
     def launch(self, plan: StepPlan) -> InFlight:
         flight = self._guard(lambda: self.runner.launch(plan))

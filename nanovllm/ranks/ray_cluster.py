@@ -35,6 +35,7 @@ from nanovllm.ranks.worker import Follower, open_executor
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.model_runner import InFlight
+from nanovllm.runner.probe import Probe
 from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.weights.checkpoint import Checkpoint
 
@@ -77,7 +78,6 @@ class Facts:
     layout: CacheLayout
     overlap: int
     decode_steps: int
-    num_parameters: int
     has_offload: bool
     described: dict[str, Any]
 
@@ -119,7 +119,6 @@ class RayRank:
             executor.layout,
             executor.overlap,
             executor.decode_steps,
-            executor.num_parameters,
             executor.expert_stats() is not None,
             executor.describe(),
         )
@@ -175,7 +174,6 @@ class RayExecutor:
             self._reserve(config.device)
             self._facts = facts = self._start({**options_for(config, limits), "size": self._size})
             self.layout, self.overlap, self.decode_steps = facts.layout, facts.overlap, facts.decode_steps
-            self.num_parameters = facts.num_parameters
         except BaseException as error:
             self._dead = str(error)
             self.close()
@@ -248,6 +246,9 @@ class RayExecutor:
         return found
 
     # ---- the contract ------------------------------------------------------------------------------------------
+
+    def probe(self) -> Probe:
+        return Probe(self.device, self.layout)
 
     def describe(self) -> dict[str, Any]:
         return {**self._facts.described, "hosts": sorted({address for _, address, _ in self._places})}

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, ConfigError, ModelError, SamplingParams
-from nanovllm.cli.plan import PlanOptions, make_plan
+from nanovllm.cli.plan import PlanOptions, make_estimate
 from nanovllm.memory.budget import GIB
 from nanovllm.moe.offload import store as store_module
 from tests.tiny_models import TinyModel
@@ -190,7 +190,7 @@ def test_a_dense_model_has_nothing_to_offload(
     parts = (named, "LlamaForCausalLM has no experts", "leave it out")
     refused(llama.path, ConfigError, blocks, *parts, **options)
     with pytest.raises(ConfigError, match=re.escape(named)):
-        make_plan(PlanOptions(model=str(llama.path), gpu_memory_gb=8, host_memory_gb=8, **options))
+        make_estimate(PlanOptions(model=str(llama.path), gpu_memory_gb=8, host_memory_gb=8, **options))
     for harmless in ({"expert_placement": "resident"}, {"expert_policy": "lru", "expert_host_gb": 1}):
         with make(llama.path, **harmless) as llm:
             assert llm.generate([5], GREEDY, use_tqdm=False)[0].metrics.experts is None

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.plan import PlanOptions, make_plan
+from nanovllm.cli.plan import PlanOptions, make_estimate
 from nanovllm.errors import ModelError
 from nanovllm.lowrank.folder import low_rank_forms
 from nanovllm.lowrank.format import METADATA, U_FILE, v_file
@@ -206,7 +206,7 @@ def test_sizes_are_those_of_the_model_as_built(name: str, models: Any) -> None:
         executor = llm.engine.executor
         facts = ModelFacts(llm.engine.model_config, 4, forms=executor.low_rank.forms)
         assert facts.dense_bytes + facts.all_experts_bytes == 4 * executor.num_parameters
-    plan = make_plan(PlanOptions(model=str(models[name]), gpu_memory_gb=4, host_memory_gb=8, dtype="float32"))
+    plan = make_estimate(PlanOptions(model=str(models[name]), gpu_memory_gb=4, host_memory_gb=8, dtype="float32"))
     assert plan.tiers is not None
     assert plan.tiers.resident_bytes == plan.model.all_experts_bytes == facts.all_experts_bytes
     assert plan.model.dense_bytes == facts.dense_bytes

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.cli.plan import PlanOptions, make_plan
+from nanovllm.cli.plan import PlanOptions, make_estimate
 from nanovllm.config import EngineConfig
 from nanovllm.hardware.device import Device
 from nanovllm.memory.budget import GIB
@@ -490,7 +490,7 @@ def test_the_engine_decides_as_the_plan_says(
     gigabytes: int, host_gigabytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = PlanOptions(model=str(MIXTRAL_8X7B), gpu_memory_gb=gigabytes, host_memory_gb=host_gigabytes)
-    plan = make_plan(options)
+    plan = make_estimate(options)
     assert plan.tiers is not None
     assert plan.tiers.placement == "offload"
     monkeypatch.setattr(expert_memory, "available_host_bytes", lambda: plan.memory.host_bytes)
@@ -504,12 +504,12 @@ def test_the_engine_decides_as_the_plan_says(
     planned, engines = (facts.step_bytes(limits.max_num_batched_tokens, 64) for facts in (plan.model, exact))
     shrinks = planned - engines
     assert 0 <= shrinks < plan.tiers.expert_bytes
-    assert plan.tiers.num_slots <= tiers.num_slots <= plan.tiers.num_slots + 1
+    assert plan.tiers.num_buffers <= tiers.num_buffers <= plan.tiers.num_buffers + 1
     free = {"quotas", "kv_bytes", "kv_tokens", "longest_context", "step_bytes"}
     for fact in fields(tiers):
         if fact.name not in free:
             assert getattr(tiers, fact.name) == getattr(plan.tiers, fact.name), fact.name
-    assert sum(tiers.quotas) - sum(plan.tiers.quotas) == tiers.num_slots - plan.tiers.num_slots
+    assert sum(tiers.quotas) - sum(plan.tiers.quotas) == tiers.num_buffers - plan.tiers.num_buffers
 
 
 @pytest.mark.parametrize("num_buffers", [2, 4, 9, 36, 40])
@@ -526,7 +526,7 @@ def test_the_engine_has_the_buffers_that_were_planned(num_buffers: int, facts: F
         expert_cache_gb=cache,
         expert_host_gb=host,
     )
-    plan = make_plan(options)
+    plan = make_estimate(options)
     assert plan.tiers is not None
     with LLM(**plan.settings, device="cpu", num_kvcache_blocks=16) as llm:
         experts = llm.engine.describe()["runs_on"]["experts"]

@@ -175,7 +175,7 @@ def test_tiers_of_low_rank_experts() -> None:
     assert size_tiers(Memory(48 * GIB, 64 * GIB), dense, wants).placement == "offload"
     offload = size_tiers(Memory(16 * GIB, 20 * GIB), model, wants)
     assert offload.placement == "offload"
-    assert offload.gpu_expert_bytes == offload.num_slots * model.expert_bytes
+    assert offload.gpu_expert_bytes == offload.num_buffers * model.expert_bytes
     blocks = fit_host(16 * GIB, model.layer_bytes, 8)
     assert 0 < offload.host_experts == sum(blocks) < 256
     assert offload.host_bytes == sum(a * b for a, b in zip(blocks, model.layer_bytes)) <= 16 * GIB

@@ -46,6 +46,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from nanovllm.errors import ConfigError
+from nanovllm.memory.speed import DISK_BANDWIDTH, LINK_BANDWIDTH
 
 POLICIES = ("lfu", "lru", "none")
 # A window of 25 tokens. Simulated (tests/moe/routing.py) with several skews and drifts: 0.95 to 0.99 differ by a point
@@ -54,8 +55,6 @@ DECAY = 0.96
 # What copying an expert back must gain, in copies. Simulated with even and skewed choices, 8 and 128 experts of which
 # host and buffers hold 70 to 100 %: the time for copies differs by up to 11 % between 1 and 4; 0 takes up to 38 % more.
 SAVING = 2.0
-DISK_BANDWIDTH = 3e9  # bytes a second, assumed
-LINK_BANDWIDTH = 25e9  # where it is not measured
 NOTHING = (-1, -1)  # the key of an empty buffer
 
 

@@ -36,8 +36,9 @@ from nanovllm.hardware.copies import CopyStream, ExpertBuffer, StallClock, open_
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.staging import transfers_of
 from nanovllm.layers.build import Build
+from nanovllm.memory.speed import DISK_BANDWIDTH, LINK_BANDWIDTH
 from nanovllm.model_config import MoeConfig
-from nanovllm.moe.offload.cache import DISK_BANDWIDTH, LINK_BANDWIDTH, ExpertCache, ExpertStats
+from nanovllm.moe.offload.cache import ExpertCache, ExpertStats
 from nanovllm.moe.offload.idle import IdleTime
 from nanovllm.moe.offload.report import ExpertCall, HostRouting, RoutingReport
 from nanovllm.moe.offload.store import ExpertShape, ExpertStore

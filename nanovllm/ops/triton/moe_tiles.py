@@ -229,3 +229,4 @@ def write_table(path: Path, entries: list[dict[str, Any]]) -> None:
         _parse(entry, f"new entry {i}")
     lines = ",\n".join(json.dumps(kept[key]) for key in sorted(kept))
     path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
+    _entries.cache_clear()  # calls after this one in this process use the new entries
