@@ -6,7 +6,7 @@ it saw of each as one line. Starting a process costs more than most jobs, so a g
     {"do": "logits", "path": ...}                                  of a prompt, through its shards of the model
     {"do": "greedy", "path": ..., "options": {...}, "batches": ..., "num_tokens": ...}     a whole executor's tokens
     {"do": "spread", "expert_size": ..., "ids": ..., "dtype": ...}     spread experts against whole ones, one layer
-    {"do": "numbers", "number": ...}                               what ranks agree on
+    {"do": "numbers", "number": ...}                               what ranks exchange at the start
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BLOCK = 4
 
 
 class CountingCheckpoint:
-    """Passes everything on, and counts the numbers that were read, and of which experts."""
+    """Counts the numbers that were read, and of which experts."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -219,7 +219,7 @@ def main() -> None:
         try:
             with torch.inference_mode():
                 found = JOBS[job["do"]](job, parallel)
-        except NanoVLLMError as error:  # one that all ranks meet alike: a refusal
+        except NanoVLLMError as error:  # a refusal, which all ranks raise
             found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(found), flush=True)
 
