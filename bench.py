@@ -54,7 +54,8 @@ def choose_shapes(args: argparse.Namespace) -> list[WorkloadShape]:
         print(f"no GPU: what is not given is smaller (--num-seqs {num_seqs}, lengths up to {length})", file=sys.stderr)
     output_len = Lengths.parse(args.output_len or length, SMALLEST)
     input_lens = ",".join(args.input_lens or [length]).split(",")  # with spaces or with commas
-    return [WorkloadShape(args.num_seqs or num_seqs, Lengths.parse(text, SMALLEST), output_len) for text in input_lens]
+    num_seqs = num_seqs if args.num_seqs is None else args.num_seqs
+    return [WorkloadShape(num_seqs, Lengths.parse(text, SMALLEST), output_len) for text in input_lens]
 
 
 def bench_backend(args: argparse.Namespace, shapes: list[WorkloadShape], attn_backend: str) -> Iterator[dict[str, Any]]:

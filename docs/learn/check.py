@@ -8,6 +8,7 @@ python docs/learn/check.py 2 --answers docs/learn/solutions.py
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import random
 import sys
@@ -167,12 +168,13 @@ def verdict(answer: Callable[..., Any], cases: Cases) -> tuple[bool, str]:
     for arguments, expected in cases:
         call = f"({', '.join(map(repr, arguments))})"
         try:
-            given = answer(*arguments)
+            given = answer(*copy.deepcopy(arguments))  # an answer may change its lists
+            is_right = bool(given == expected)
         except NotImplementedError:
             return False, "not done yet"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return False, f"{call} raised {type(error).__name__}: {error}"
-        if given != expected:
+        if not is_right:
             return False, f"wrong: {call} gave {given!r}, expected {expected!r}"
         count += 1
     return True, f"right ({count} cases)"
@@ -183,7 +185,10 @@ def load_answers(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.exit(f"{path} cannot be read: {type(error).__name__}: {error}")
     return module
 
 
@@ -192,9 +197,11 @@ def check(chapters: list[int], answers: Any) -> bool:
     for chapter in chapters:
         for number, cases in enumerate(CHAPTERS[chapter], 1):
             name = cases.__name__
-            right, text = verdict(getattr(answers, name), cases())
+            print(f"{chapter}.{number} {name}: ", end="", flush=True)  # an answer that never ends is the one named last
+            answer = getattr(answers, name, None)
+            right, text = verdict(answer, cases()) if callable(answer) else (False, "no function of that name")
             results.append(right)
-            print(f"{chapter}.{number} {name}: {text}")
+            print(text)
     print(f"{sum(results)} of {len(results)} right")
     return all(results)
 
@@ -208,7 +215,10 @@ def main() -> None:
         parser.error(f"chapter {unknown[0]}: there are chapters 1, 2 and 3")
     if not arguments.answers.is_file() or arguments.answers.suffix != ".py":
         parser.error(f"--answers {arguments.answers}: no such Python file")
-    sys.exit(0 if check(arguments.chapters or list(CHAPTERS), load_answers(arguments.answers)) else 1)
+    try:
+        sys.exit(0 if check(arguments.chapters or list(CHAPTERS), load_answers(arguments.answers)) else 1)
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.throughput import run_workload
-from nanovllm.bench.workload import Lengths, Workload, make_workload
+from nanovllm.bench.workload import LARGEST_TOKEN, Lengths, Workload, make_workload
 from nanovllm.errors import ConfigError
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.memory.scaling import head_bytes, weights_read, weights_used
@@ -38,19 +38,19 @@ class Ceiling:
 CEILINGS = {"NVIDIA H200": Ceiling(4.46e12, 780e12)}
 
 
-def parse_workload(name: str, repeat: int = 0) -> tuple[Workload, bool]:
+def parse_workload(name: str, repeat: int = 0, vocab_size: int = LARGEST_TOKEN + 1) -> tuple[Workload, bool]:
     """(the workload, whether its figure is prompt tokens); a repeat has other tokens, so that no prefix is cached."""
     if name == "main":
         work = make_workload(random.Random(0), 256, Lengths(100, 1024), Lengths(100, 1024))
-        shift = 131 * repeat
-        return Workload([[(t + shift) % 10_000 for t in p] for p in work.prompts], work.output_lens), False
+        shift, below = 131 * repeat, min(LARGEST_TOKEN, vocab_size)
+        return Workload([[(t + shift) % below for t in p] for p in work.prompts], work.output_lens), False
     found = re.fullmatch(r"(prefill )?(\d+)x(\d+)", name.strip())
     if not found:
         raise ConfigError(f"workload {name!r}: write main, 64x512 or 'prefill 1x1024'")
     batch, length = int(found[2]), int(found[3])
     new = 1 if found[1] else length
     rng = random.Random(batch * 7919 + length + 104729 * repeat)
-    return make_workload(rng, batch, Lengths(length, length), Lengths(new, new)), bool(found[1])
+    return make_workload(rng, batch, Lengths(length, length), Lengths(new, new), vocab_size), bool(found[1])
 
 
 def facts_of(engine: LLMEngine) -> ModelFacts:
@@ -90,7 +90,7 @@ def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int)
     """Runs it once to warm up (kernels for its shapes, buffers), then `repeat` times; the median counts."""
     rates = []
     for turn in range(repeat + 1):
-        workload, is_prefill = parse_workload(name, turn)
+        workload, is_prefill = parse_workload(name, turn, engine.model_config.vocab_size)
         run = run_workload(engine, workload, temperature, f"{name}, run {turn} of {repeat}" if turn else "warming up")
         tokens = run.num_prompt_tokens if is_prefill else run.num_output_tokens
         rates.append(tokens / run.seconds)

@@ -58,7 +58,7 @@ def measure_case(engine: LLMEngine, case: Case, repeat: int) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"plain": [], "asked": []}
     for turn in range(repeat + 1):
         for kind, params_of in (("plain", _all()), ("asked", case.params_of)):
-            workload, _ = parse_workload(case.workload, 2 * turn + (kind == "asked"))
+            workload, _ = parse_workload(case.workload, 2 * turn + (kind == "asked"), engine.model_config.vocab_size)
             if case.num_sequences is not None:
                 count = case.num_sequences
                 workload = Workload(workload.prompts[:count], workload.output_lens[:count])

@@ -98,7 +98,10 @@ class InputProcessor:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one")
         template = chat_template or getattr(self.tokenizer, "chat_template", None)
         if not template:
-            raise RequestError("this model has no chat template: use generate() with a plain prompt, or chat_template=")
+            raise RequestError(
+                "this model has no chat template: use generate() (over HTTP: /v1/completions) with a plain prompt, or "
+                "chat_template="
+            )
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError(MESSAGES)
         if tools and not shows_tools(template):

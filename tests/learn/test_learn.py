@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.test_docs import ROOT, blocks, check_command, commands, problem_with, read, spans, table_rows
 
@@ -189,6 +191,26 @@ def test_solutions_that_forget_one_part_of_the_flops_are_found(learn: SimpleName
 def test_an_answer_that_raises_is_reported(learn: SimpleNamespace) -> None:
     _, text = learn.check.verdict(lambda p, n: p / 0, learn.check.rows_computed())
     assert text == "(1, 1) raised ZeroDivisionError: division by zero"
+
+
+def test_an_answer_may_change_its_arguments(learn: SimpleNamespace) -> None:
+    def pops(prompt: list[int], earlier: list[int], size: int) -> int:
+        count = 0
+        while prompt and earlier and prompt.pop(0) == earlier.pop(0):
+            count += 1
+        return count // size * size
+
+    assert not learn.check.verdict(pops, learn.check.cached_tokens())[0]  # right only if a case emptied the next one's
+
+
+def test_odd_answers_are_reported(learn: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+    answers = SimpleNamespace(rows_computed=lambda *_: sys.exit(0), flops=lambda n, s: torch.zeros(2))
+    assert not learn.check.check([1], answers)
+    out = capsys.readouterr().out
+    assert all(part in out for part in ("SystemExit", "RuntimeError", "kv_bytes: no function"))
+    (tmp_path / "broken.py").write_text("def rows_computed(:\n")
+    with pytest.raises(SystemExit, match=r"broken\.py cannot be read: SyntaxError"):
+        learn.check.load_answers(tmp_path / "broken.py")
 
 
 @pytest.mark.parametrize("page", README)
