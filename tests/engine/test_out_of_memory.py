@@ -17,4 +17,4 @@ def test_running_out_of_memory_ends_the_largest_request_only(
 ) -> None:
     """Three others share its step and start over, five wait behind it: all get the tokens they would have had."""
     found = check(make_llm(max_num_seqs=4, **options).engine, requests(100), raised)
-    assert found["said"] == "OutOfMemoryError: out of memory, says the test"
+    assert found["said"] == "OutOfMemoryError: out of memory, raised by the test"
