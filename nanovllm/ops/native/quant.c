@@ -393,7 +393,8 @@ void dequantise_rows(int64_t format, const uint8_t *w, int64_t size, const int64
                 int q = bits == 8 ? (int8_t)data[32 * g + at] : data[32 * (g % 4) + at] >> (g < 4 ? 0 : 4) & 15;
                 if (bits == 5) q |= (data[128 + at] >> g & 1) << 4;
                 if (bits == 6) q |= (data[128 + 32 * (g / 4) + at] >> 2 * (g % 4) & 3) << 4;
-                out[b * BLOCK + i] = (float)(q - offset) * s[i / 16] + m;
+                float value = (float)(q - offset) * s[i / 16];
+                out[b * BLOCK + i] = scales == MINIMUM || scales == SUPER ? value + m : value; /* -0 + 0 would be 0 */
             }
         }
     }
