@@ -1,4 +1,4 @@
-"""A mixture of experts on a card that does not hold it: the plan first, then two prompts and what the experts cost.
+"""A mixture of experts on a card that does not hold it: the estimate first, then two prompts and what the experts cost.
 
 python example_mixtral.py --model DIR --gpu-memory-gb 11
 """
@@ -8,7 +8,8 @@ import sys
 import time
 
 from nanovllm import LLM, NanoVLLMError, SamplingParams
-from nanovllm.cli.plan import PlanOptions, make_plan, show_plan
+from nanovllm.cli.plan import make_estimate, show_estimate
+from nanovllm.memory.options import PlanOptions
 
 PROMPTS = ["The state of our union is", "My fellow Americans, this year"]
 
@@ -20,12 +21,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()
 
-    plan = make_plan(PlanOptions(model=args.model, gpu_memory_gb=args.gpu_memory_gb))
-    show_plan(plan)
-    if plan.tiers is None:
-        sys.exit(1)  # the plan has said what is missing
+    estimate = make_estimate(PlanOptions(model=args.model, gpu_memory_gb=args.gpu_memory_gb))
+    show_estimate(estimate)
+    if estimate.tiers is None:
+        sys.exit(1)  # show_estimate has printed what is missing
 
-    with LLM(**plan.settings) as llm:
+    with LLM(**estimate.settings) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         started = time.perf_counter()
         outputs = llm.generate(PROMPTS, params, use_tqdm=sys.stderr.isatty())

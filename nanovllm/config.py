@@ -1,6 +1,6 @@
-"""EngineConfig: what the user asks of an engine, checked once and then frozen.
+"""EngineConfig: the options of an engine, checked once and then frozen.
 
-Facts found later (how many blocks fit, which backend runs) live in other objects: nothing here is ever overwritten.
+Values computed later (how many blocks fit, which backend runs) are in other objects: nothing here is ever overwritten.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ EXPERT_PLACEMENTS = ("auto", "resident", "offload")
 EXPERT_POLICIES = ("lfu", "lru", "none")
 EXECUTORS = ("local", "mp", "multiprocess", "ray", "torchrun")
 ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math")
-# Options of vLLM that scripts write out: (name, values that ask for what this engine does anyway, why there are no
-# others). None always passes.
+# Options of vLLM that scripts often set: (name, values that mean what this engine does anyway, why there are no
+# others). None is always accepted.
 VLLM_OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trust_remote_code", (False,), "code that comes with a model is never run"),
     ("enable_chunked_prefill", (True,), "prompts longer than max_num_batched_tokens are always computed in pieces"),
@@ -73,29 +73,27 @@ class EngineConfig:
     gpu_memory_gb: float | None = None  # behave as on a card of this size; None = the card's own
     kvcache_block_size: int | None = None  # tokens per block; None = a default for the device
     num_kvcache_blocks: int | None = None  # None = as many as fit
-    cpu_kvcache_gb: float = 2.0  # KV cache on the CPU, unless num_kvcache_blocks says otherwise
+    cpu_kvcache_gb: float = 2.0  # KV cache on the CPU, unless num_kvcache_blocks is set
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     max_wait_steps: int | None = 64  # sjf: a waiting request is passed over for at most so many steps; None = no aging
-    decode_steps: int | None = None  # tokens decoded between two looks of the scheduler when nobody waits; None = a
-    # default for the device. The output is the same for all.
+    decode_steps: int | None = None  # decode steps per launch when no request waits; None = a default for the device
     expert_placement: str = "auto"  # of a mixture of experts: resident if all fit, else offload
     expert_cache_gb: float | None = None  # GPU memory for experts when they are offloaded; None = what is left
     expert_host_gb: float | None = None  # host memory for experts; None = what is free
     expert_policy: str = "lfu"  # which expert stays on the GPU
-    expert_prefetch: bool = True  # copy what the next layer will probably ask for, while the link is idle
-    expert_cpu_misses: bool = False  # compute a missing expert on the CPU if few tokens want it
+    expert_prefetch: bool = True  # copy experts that the next layer will probably choose, while the link is idle
+    expert_cpu_misses: bool = False  # compute a missing expert on the CPU if few tokens need it
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
-    expert_parallel_size: int = 1  # groups of those ranks that whole experts are spread over; 1 = every rank has a
-    # share of each
+    expert_parallel_size: int = 1  # groups of ranks with whole experts; 1 = every rank has a share of each expert
     distributed_executor_backend: str | None = None  # where the ranks are; None = here, or where torchrun put them
     worker_timeout: float = 60.0  # seconds after which a rank that does not answer is given up
     attn_backend: str = "auto"
     seed: int = 0
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
-    special_tokens_in_text: str = "allow"  # what users write may hold control tokens, is refused, or is escaped
+    special_tokens_in_text: str = "allow"  # control tokens in a user's text are allowed, refused or escaped
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -184,8 +182,8 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """As a caller writes them: None is the default, and vLLM's names are understood where they ask for what this
-        engine does. An unknown option is an error with the nearest known name, never silently dropped."""
+        """None is the default, and vLLM's options are accepted where they mean what this engine does. An unknown option
+        is an error with the nearest known name."""
         for name, harmless, why in VLLM_OPTIONS:
             if (value := options.pop(name, None)) is not None and value not in harmless:
                 may = " or ".join(map(repr, harmless)) or "None"

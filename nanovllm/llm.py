@@ -32,7 +32,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model=model, **options))
         self._count = 0
-        self._driver: dict[str, int] = {}  # "thread" -> the one whose call runs
+        self._driver: dict[str, int] = {}  # "thread" -> id of the thread whose call runs
         self._ids: list[str] = []  # of the call that runs, or of one that was interrupted
 
     def generate(
@@ -83,7 +83,7 @@ class LLM:
         return self.engine.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Used where a call gives none: the model's own, unless generation_config names others."""
+        """Used where a call gives none: the model's own, or those that generation_config names."""
         return SamplingParams(**self.engine.sampling_defaults.values)
 
     def get_tokenizer(self) -> Any:
@@ -109,19 +109,19 @@ class LLM:
         params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         inputs: list[EngineInput] = []
-        for index, (prompt, param, rank) in enumerate(zip(prompts, params, priorities)):
+        for index, checked in enumerate(zip(prompts, params, priorities)):
             try:
-                inputs.append(self.engine.check(prompt, param, rank))
+                inputs.append(self.engine.check(*checked))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         done: dict[str, RequestOutput] = {}
         with self._driving():
             self._abort_all()
             try:
-                for parsed, param, rank in zip(inputs, params, priorities):
+                for parsed, param, order in zip(inputs, params, priorities):
                     self._ids.append(f"llm-{self._count}")
                     self._count += 1
-                    self.engine.add_request(self._ids[-1], parsed, param, priority=rank, final_only=True)
+                    self.engine.add_request(self._ids[-1], parsed, param, priority=order, final_only=True)
                 self._drive(self._ids, done, use_tqdm)
             except EngineDeadError as error:
                 error.finished = {i: done[request_id] for i, request_id in enumerate(self._ids) if request_id in done}
@@ -134,7 +134,7 @@ class LLM:
     @contextlib.contextmanager
     def _driving(self) -> Iterator[None]:
         """One thread at a time; the others wait. Not a Lock: an interrupt just before its release would leave it locked
-        for ever, while this one is open to the thread that was interrupted. dict.setdefault is atomic."""
+        for ever, while the interrupted thread can pass this one again. dict.setdefault is atomic."""
         me = threading.get_ident()
         while self._driver.setdefault("thread", me) != me:
             time.sleep(0.01)

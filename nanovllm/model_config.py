@@ -1,7 +1,7 @@
 """ModelConfig: the facts of a model, read from config.json (or a GGUF's metadata put into the same shape).
 
-Every integer that sizes memory is checked here, because a config file is untrusted input. What a family does
-differently from Llama (biases, q/k norm) is said in its file under models/, not here.
+Every integer that determines a size in memory is checked here, because a config file is untrusted input. How a family
+differs from Llama (biases, q/k norm) is in its file under models/.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROPE_NUMBERS = {
     "attention_factor": MAX_NUMBER,
 }
 MAX_EXPERTS = 2**12  # a layer; the largest published models have some hundreds
-# Of transformers' config classes, for what a file leaves out.
+# Defaults of transformers' config classes, for keys that a file does not have.
 DEFAULTS: dict[str, Any] = {
     "rope_theta": 1e4,
     "rms_norm_eps": 1e-6,
@@ -76,9 +76,8 @@ class RopeConfig:
     def from_hf(
         cls, config: Mapping[str, Any], head_dim: int, default_theta: float = DEFAULTS["rope_theta"]
     ) -> RopeConfig:
-        # transformers 5 writes rope_parameters = {rope_theta, rope_type, ...}; earlier files have rope_theta beside
-        # an optional rope_scaling. A file that has both was edited by a user of the old name: as in transformers,
-        # rope_scaling replaces all of rope_parameters.
+        # transformers 5 writes rope_parameters = {rope_theta, rope_type, ...}; earlier files have rope_theta beside an
+        # optional rope_scaling. In a file with both, rope_scaling replaces all of rope_parameters, as in transformers.
         nested = config.get("rope_parameters")
         scaling = config.get("rope_scaling")
         for name, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
@@ -145,7 +144,7 @@ class MoeConfig:
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
-    """Mixtral's files say num_local_experts, Qwen's num_experts; transformers 5 writes the first for both."""
+    """Mixtral's files have num_local_experts, Qwen's num_experts; transformers 5 writes the first for both."""
     found = {name: config[name] for name in ("num_local_experts", "num_experts") if config.get(name) is not None}
     if len(found) == 2 and found["num_local_experts"] != found["num_experts"]:
         raise ModelError(f"config.json: num_local_experts and num_experts disagree ({found}); keep the right one")
@@ -178,7 +177,7 @@ class ModelConfig:
     rope: RopeConfig
     tie_word_embeddings: bool
     dtype: str  # what the checkpoint was saved in
-    sliding_window: int | None  # None = every layer sees everything
+    sliding_window: int | None  # None = every layer attends to the whole context
     windowed_layers: tuple[bool, ...]  # which layers the window applies to
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]  # the whole file, for what only one family reads
@@ -234,8 +233,8 @@ def _refuse_quantised(config: Mapping[str, Any]) -> None:
         if found := config.get(name):
             method = found.get("quant_method") if isinstance(found, Mapping) else found
             raise ModelError(
-                f"config.json: {name} says that the weights are quantised (quant_method={method!r}), which this engine "
-                "does not compute; get the 16-bit safetensors of the model, or a GGUF file"
+                f"config.json: {name}: the weights are quantised (quant_method={method!r}), which this engine does not "
+                "compute; get the 16-bit safetensors of the model, or a GGUF file"
             )
 
 
@@ -263,8 +262,8 @@ def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | N
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """generation_config's list counts first: chat models end a turn with another token than a document. An id outside
-    the vocabulary can never be sampled."""
+    """Those of generation_config come first: chat models end a turn with another token than a document. Ids outside the
+    vocabulary are dropped: they can never be sampled."""
     ids: list[int] = []
     for source in (generation_config, config):
         value = source.get("eos_token_id")

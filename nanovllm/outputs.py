@@ -1,4 +1,4 @@
-"""What the caller gets back, in vLLM's names; `out["text"]` and `out["token_ids"]` work too.
+"""Results of requests, in vLLM's names; `out["text"]` and `out["token_ids"]` work too.
 
 The engine reports progress as deltas: what a request gained since its last report. `LLM` and `AsyncLLMEngine.generate`
 add them up to outputs, which hold everything so far:
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)  # a whole vocabulary of them for each token, if asked for
+@dataclass(frozen=True, slots=True)  # slots: logprobs=-1 makes a whole vocabulary of them for each token
 class Logprob:
     logprob: float
     rank: int | None = None  # 1 = the most likely token
@@ -27,7 +27,7 @@ PositionLogprobs = dict[int, Logprob]  # token id -> Logprob, the sampled (or pr
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One of the n completions of a prompt, as far as it has come."""
+    """One of the n completions of a prompt, so far."""
 
     index: int
     text: str
@@ -90,7 +90,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class CompletionDelta:
-    """What one completion gained. Lists, so that merging costs what is new and not what is there already."""
+    """What one completion gained. Lists, so that the cost of merging depends on what is new, not on what was there."""
 
     index: int
     start: int  # how many tokens the completion had before these
@@ -132,7 +132,7 @@ class RequestDelta:
     error: str | None = None
 
     def merge(self, newer: RequestDelta) -> RequestDelta:
-        """Take in the next delta of the same request, which is used up by it."""
+        """Add the next delta of the same request, which must not be used afterwards."""
         mine = {completion.index: completion for completion in self.outputs}
         for completion in newer.outputs:
             if completion.index in mine:
@@ -144,7 +144,7 @@ class RequestDelta:
         return self
 
     def output(self) -> RequestOutput:
-        """Of the first delta with all later ones merged into it: the output so far. It copies what still grows."""
+        """Of the first delta with all later ones merged into it: the output so far. Lists that grow are copied."""
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -170,5 +170,5 @@ class RequestDelta:
 
 
 def gather(unread: dict[Any, RequestDelta], key: Any, delta: RequestDelta) -> None:
-    """Put a delta with those of its request that nobody has read yet."""
+    """Merge a delta into the unread ones of its request."""
     unread[key] = unread[key].merge(delta) if key in unread else delta

@@ -1,7 +1,7 @@
 """SamplingParams: how one request turns logits into tokens, in vLLM's names.
 
 A value that cannot be honoured is refused here, before it can reach the engine: NaN in a sampler or n=10**9 in a
-scheduler would hurt every other request too.
+scheduler would affect every other request too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _token_ids(name: str, value: Iterable[int] | None) -> tuple[int, ...] | None
     return tuple(_integer(f"{name} entry", t, 0, 2**31 - 1, "token ids are non-negative integers") for t in tokens)
 
 
-MAX_BAD_WORD = 64  # tokens: a device remembers as many of the output
+MAX_BAD_WORD = 64  # tokens: the device keeps as many of the output (ops/sampler_state.py)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:  # frozen for everyone else: values are normalised once, here
+        def put(name: str, value: Any) -> None:  # the class is frozen; values are normalised once, here
             object.__setattr__(self, name, value)
 
         def put_integer(name: str, low: int, high: int, remedy: str) -> None:
@@ -137,7 +137,7 @@ class SamplingParams:
         for field in fields(self):
             if getattr(self, field.name) is None and field.name != "max_tokens":
                 put(field.name, field.default)
-        put_integer("n", 1, MAX_N, "ask for at least one completion")
+        put_integer("n", 1, MAX_N, "give at least one")
         put("temperature", _number("temperature", self.temperature, 0.0, 100.0, "0 is greedy, 1 is the model's own"))
         put("top_p", _number("top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", low_open=True))
         put("min_p", _number("min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens"))

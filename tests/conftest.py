@@ -1,4 +1,4 @@
-"""Shared fixtures: the tiny models, built once a session and only when a test asks for them."""
+"""Shared fixtures: the tiny models, built once a session and only when a test needs them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ and an engine that goes on answering right.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -77,7 +76,7 @@ def test_too_long_for_the_model(llm: LLM, llama: TinyModel, extra: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [32, 33, 100])
 def test_larger_than_the_whole_cache(make_llm: MakeLLM, llama: TinyModel, num_tokens: int) -> None:
-    """It killed the engine and every later request; here those before and after are served."""
+    """It is refused before it waits; requests before and after it are served."""
     llm = make_llm(num_kvcache_blocks=2, kvcache_block_size=16)
     message = refused(llm, llama, {"prompt_token_ids": [5] * num_tokens})
     for part in (str(num_tokens), "holds 32", "num_kvcache_blocks"):
@@ -128,60 +127,6 @@ def test_other_text_is_served(llm: LLM, llama: TinyModel) -> None:
 
 
 # ---- params ----------------------------------------------------------------------------------------------------------
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    ("params", "parts"),
-    [
-        ({"temperature": NAN}, ("temperature=nan", "finite", "0 is greedy")),
-        ({"temperature": INF}, ("temperature=inf", "finite")),
-        ({"temperature": -0.1}, ("temperature=-0.1", "[0, 100]")),
-        ({"temperature": "hot"}, ("temperature='hot'",)),
-        ({"top_p": 0}, ("top_p=0", "(0, 1]", "1 keeps all")),
-        ({"top_p": 1.01}, ("top_p=1.01", "(0, 1]")),
-        ({"top_p": NAN}, ("top_p=nan",)),
-        ({"top_k": -2}, ("top_k=-2", "-1 keeps all")),
-        ({"min_p": -0.1}, ("min_p=-0.1", "[0, 1]")),
-        ({"n": 0}, ("n=0", "[1, 1024]")),
-        ({"n": -1}, ("n=-1",)),
-        ({"n": 10**9}, ("n=1000000000", "[1, 1024]")),
-        ({"max_tokens": 0}, ("max_tokens=0", "None means until max_model_len")),
-        ({"max_tokens": -5}, ("max_tokens=-5",)),
-        ({"min_tokens": 17}, ("min_tokens=17", "[0, 16]", "max_tokens")),
-        ({"presence_penalty": 2.1}, ("presence_penalty=2.1", "[-2, 2]")),
-        ({"frequency_penalty": -INF}, ("frequency_penalty=-inf",)),
-        ({"repetition_penalty": 0}, ("repetition_penalty=0", "1 is off")),
-        ({"seed": 1.5}, ("seed=1.5",)),
-        ({"logprobs": -2}, ("logprobs=-2",)),
-        ({"prompt_logprobs": 10**6}, ("prompt_logprobs=1000000", "1000")),
-        ({"stop": [""]}, ("stop=''",)),
-        ({"stop": ["x"] * 1000}, ("1000", "128")),
-        ({"stop_token_ids": [-1]}, ("stop_token_ids", "-1")),
-        ({"allowed_token_ids": []}, ("allowed_token_ids=[]", "at least one")),
-        ({"logit_bias": {5: 101}}, ("logit_bias[5]=101", "[-100, 100]")),
-        ({"logit_bias": {5: NAN}}, ("logit_bias[5]=nan",)),
-        ({"logit_bias": {"x": 1}}, ("logit_bias key='x'",)),
-        ({"detokenize": False, "stop": "x"}, ("detokenize=True", "stop_token_ids")),
-        ({"ignore_eos": 1}, ("ignore_eos=1", "True or False")),
-    ],
-)
-def test_bad_params_never_reach_the_engine(params: dict[str, Any], parts: tuple[str, ...]) -> None:
-    with pytest.raises(RequestError) as error:
-        SamplingParams(**params)
-    for part in parts:
-        assert part in str(error.value)
-
-
-def test_unknown_keywords() -> None:
-    """Honoured or refused by name, never ignored."""
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"'max_model_length'.*did you mean 'max_model_len'"):
-        LLM("nowhere", max_model_length=5)
-    with pytest.raises(ConfigError, match=r"'zzz'.*known options.*max_num_seqs"):
-        LLM("nowhere", zzz=5)
 
 
 @pytest.mark.parametrize(
@@ -238,23 +183,13 @@ def test_priority_is_honoured_or_refused(make_llm: MakeLLM, llm: LLM, llama: Tin
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"kvcache_block_size": 24}, ("kvcache_block_size=24", "power of two", "16")),
-        ({"kvcache_block_size": 8}, ("kvcache_block_size=8", "[16, 256]")),
-        ({"max_num_seqs": 0}, ("max_num_seqs=0",)),
-        ({"max_num_batched_tokens": 4, "max_num_seqs": 5}, ("max_num_batched_tokens=4", "max_num_seqs=5")),
         ({"max_model_len": MAX_POSITION + 1}, (f"max_model_len={MAX_POSITION + 1}", f"at most {MAX_POSITION}")),
-        ({"max_model_len": 1}, ("max_model_len=1",)),
-        ({"gpu_memory_utilization": 1.5}, ("gpu_memory_utilization=1.5", "(0, 1]")),
         ({"num_kvcache_blocks": 10**9}, ("num_kvcache_blocks=1000000000", "at most")),
         ({"tensor_parallel_size": 2}, ("tensor_parallel_size=2",)),
-        ({"dtype": "float8"}, ("dtype='float8'", "bfloat16")),
-        ({"device": "tpu"}, ("device='tpu'", "cpu")),
-        ({"load_format": "pickle"}, ("load_format='pickle'", "dummy")),
-        ({"scheduling_policy": "lifo"}, ("scheduling_policy='lifo'", "sjf")),
-        ({"enable_prefix_caching": "yes"}, ("enable_prefix_caching='yes'",)),
+        ({"max_model_length": 5}, ("'max_model_length'", "did you mean 'max_model_len'")),
     ],
 )
-def test_options_that_cannot_be_honoured(make_llm: MakeLLM, options: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_options_that_do_not_fit_the_model(make_llm: MakeLLM, options: dict[str, Any], parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as error:
         make_llm(**options)
     for part in parts:
@@ -279,48 +214,13 @@ def test_a_wrong_path(name: str, parts: tuple[str, ...]) -> None:
         assert part in str(error.value)
 
 
-def test_wrong_folders(make_llm: MakeLLM, tmp_path: Path, llama: TinyModel) -> None:
-    with pytest.raises(ModelError, match=r"config.json: missing"):
-        make_llm(tmp_path)
-    with pytest.raises(ModelError, match="give the folder"):
-        make_llm(llama.path / "model.safetensors")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
-def test_truncated_weights(make_llm: MakeLLM, llama_copy: Path, share: float) -> None:
-    path = llama_copy / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(ModelError, match=r"model.safetensors.*get it again"):
-        make_llm(llama_copy)
-
-
-def test_a_missing_shard(make_llm: MakeLLM, tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny("llama-sharded").path, tmp_path / "sharded"))
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(ModelError, match=r"1 of \d+ shards are missing: model-00002"):
-        make_llm(folder)
-
-
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ("'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3ForCausalLM")),
-        ({"architectures": []}, ("architectures=[]",)),
         ({"vocab_size": ...}, ("'vocab_size'", "Hugging Face format")),
-        ({"vocab_size": 2**40}, ("vocab_size=1099511627776",)),
-        ({"num_hidden_layers": -1}, ("num_hidden_layers=-1",)),
-        ({"num_hidden_layers": 10**9}, ("num_hidden_layers=1000000000",)),
-        ({"hidden_size": "48"}, ("hidden_size='48'",)),
-        ({"num_key_value_heads": 4}, ("9 attention heads", "4 KV heads")),
-        ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "silu")),
         ({"head_dim": 7}, ("7", "even")),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ("'longrope'", "llama3")),
-        ({"rope_parameters": 5}, ("rope_parameters=5",)),
-        ({"rms_norm_eps": "x"}, ("rms_norm_eps='x'",)),
-        ({"sliding_window": -3, "architectures": ["MistralForCausalLM"]}, ("sliding_window=-3",)),
         ({"quantization_config": {"quant_method": "awq"}}, ("quantization_config", "'awq'", "GGUF")),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}}, ("rope_theta=1", "above 1")),
     ],
 )
 def test_a_config_that_cannot_be_honoured(
@@ -341,15 +241,8 @@ def test_a_context_too_long_for_a_rotary_table(make_llm: MakeLLM, llama: TinyMod
         assert llm.generate(llama.prompts[0], GREEDY, use_tqdm=False)[0]["token_ids"] == llama.tokens[0]
 
 
-def test_a_config_that_is_no_json(make_llm: MakeLLM, llama_copy: Path) -> None:
-    for text in ("", "{", "[]", "\ufeff{}x", "null"):
-        (llama_copy / "config.json").write_text(text)
-        with pytest.raises(ModelError, match=r"config.json"):
-            make_llm(llama_copy)
-
-
 def test_a_booby_trapped_folder_runs_nothing(make_llm: MakeLLM, llama: TinyModel, llama_copy: Path) -> None:
-    """Code that a model folder brings along is never imported, asked for or not."""
+    """Code in a model folder is never imported, also if the folder's files demand it."""
     trap = "open({!r}, 'w').close()\nclass C: pass\nTinyConfig = TinyModel = TinyTokenizer = C\n"
     sprung = llama_copy / "sprung"
     for module in ("configuration_tiny", "modeling_tiny", "tokenization_tiny", "__init__", "tokenizer_config"):
@@ -388,11 +281,3 @@ def test_a_chat_template_is_sandboxed(make_llm: MakeLLM, llama_copy: Path, llama
         with pytest.raises(RequestError, match="chat template refused"):
             llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False)
         assert_answers(llm, llama)
-
-
-def test_corrupt_gguf(make_llm: MakeLLM, tmp_path: Path) -> None:
-    for name, data in {"empty": b"", "magic": b"GGUX" + b"\0" * 60, "huge": b"GGUF\x03\0\0\0" + b"\xff" * 16}.items():
-        path = tmp_path / f"{name}.gguf"
-        path.write_bytes(data)
-        with pytest.raises(ModelError, match=rf"{name}\.gguf"):
-            make_llm(path)

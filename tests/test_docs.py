@@ -107,7 +107,7 @@ def find(node: ast.AST, dotted: str) -> bool:
 
 
 def find_file(name: str) -> Path | None:
-    places = [PACKAGE / name, ROOT / name]
+    places = [PACKAGE / name, ROOT / name, ROOT / "docs/learn" / name]
     if "/" not in name:
         places += PACKAGE.rglob(name)
     return next((place for place in places if place.is_file()), None)
@@ -277,7 +277,7 @@ def test_the_tables_of_experts_are_those_of_the_result_files() -> None:
         found.append(cells.format(**row).split("|"))
     cells = "{cached}|{}, with{} prefetch|{hit_rate:.1%}|{bound_ms:.2f}|{ms_per_token:.2f}|{share:.1%}"
     for row in results("offload-relay")["fast"]:
-        how = "kernel by kernel" if row.get("enforce_eager") else "captured pieces"
+        how = "kernel by kernel" if row.get("enforce_eager") else "captured segments"
         found.append(cells.format(how, "" if row.get("expert_prefetch", True) else "out", **row).split("|"))
     cells = "{cached} of 8|{variant}|{hit_rate:.1%}|{tokens_per_second:.2f}|{bound_tokens_per_second:.2f}"
     cells += "|{share_of_bound:.0%}"

@@ -19,18 +19,6 @@ MakeLLM = Callable[..., LLM]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-def test_every_form_of_prompt(llm: LLM) -> None:
-    text = "the river"
-    ids = llm.get_tokenizer().encode(text)
-    single = [text, ids, tuple(ids), {"prompt": text}, {"prompt_token_ids": ids}, [text], [ids], [{"prompt": text}]]
-    outputs = [llm.generate(prompt, GREEDY, use_tqdm=False) for prompt in single]
-    assert all(len(one) == 1 for one in outputs)
-    assert len({tuple(one[0]["token_ids"]) for one in outputs}) == 1
-    mixed = llm.generate([text, ids, {"prompt": text}, {"prompt_token_ids": ids}], GREEDY, use_tqdm=False)
-    assert [o["token_ids"] for o in mixed] == [outputs[0][0]["token_ids"]] * 4
-    assert llm.generate([], GREEDY, use_tqdm=False) == []
-
-
 def test_one_params_for_all_or_one_for_each(llm: LLM, llama: TinyModel) -> None:
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     outputs = llm.generate(llama.prompts[:2], [GREEDY, short], use_tqdm=False)
@@ -50,7 +38,7 @@ def test_text_is_the_decoded_tokens(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     messages = [{"role": "system", "content": "sing"}, {"role": "user", "content": "the rain"}]
     text = "<|system|>sing<|end|><|user|>the rain<|end|><|assistant|>"
-    expected = llm.get_tokenizer().encode(text, add_special_tokens=False)  # the template says what is special
+    expected = llm.get_tokenizer().encode(text, add_special_tokens=False)  # the template has the special tokens
     one = llm.chat(messages, GREEDY, use_tqdm=False)
     assert [o.prompt_token_ids for o in one] == [expected]
     two = llm.chat([messages, messages[1:]], GREEDY, use_tqdm=False)
@@ -62,11 +50,19 @@ def test_chat(llm: LLM) -> None:
     assert sent[0]["token_ids"] == one[0]["token_ids"]
 
 
-def test_ids_beside_text_and_ids_of_numpy(llm: LLM) -> None:
-    ids = llm.get_tokenizer().encode("the river")
+def test_every_form_of_prompt(llm: LLM) -> None:
+    text = "the river"
+    ids = llm.get_tokenizer().encode(text)
     [expected] = llm.generate([ids], GREEDY, use_tqdm=False)
     array = np.array(ids)
     for prompt in (
+        text,
+        [text],
+        ids,
+        tuple(ids),
+        {"prompt": text},
+        [{"prompt": text}],
+        {"prompt_token_ids": ids},
         array,
         array.astype(np.uint16),
         list(array),
@@ -78,7 +74,7 @@ def test_ids_beside_text_and_ids_of_numpy(llm: LLM) -> None:
         {"prompt_token_ids": tuple(array)},
         TokensPrompt(prompt="shown, not read", prompt_token_ids=ids, cache_salt=None),
         {"prompt_token_ids": ids, "multi_modal_data": None},
-        TextPrompt(prompt="the river"),
+        TextPrompt(prompt=text),
     ):
         [found] = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert found["token_ids"] == expected["token_ids"]
@@ -86,8 +82,9 @@ def test_ids_beside_text_and_ids_of_numpy(llm: LLM) -> None:
         assert {type(token) for token in found.prompt_token_ids} == {int}
     both = llm.generate({"prompt": "shown", "prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0]
     assert both.prompt == "shown"
-    two = llm.generate(np.array([ids, ids]), GREEDY, use_tqdm=False)
-    assert [o["token_ids"] for o in two] == [expected["token_ids"]] * 2
+    for prompts in (np.array([ids, ids]), [text, ids], [{"prompt": text}, {"prompt_token_ids": ids}]):
+        assert [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [expected["token_ids"]] * 2
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
 def test_whole_vocabulary_of_logprobs(llm: LLM) -> None:
@@ -104,13 +101,9 @@ def test_whole_vocabulary_of_logprobs(llm: LLM) -> None:
         assert [whole[t].decoded_token for t in (5, 299)] == [llm.get_tokenizer().decode([t]) for t in (5, 299)]
 
 
-def test_names_of_vllm(llm: LLM) -> None:
-    assert llm.llm_engine is llm.engine
-
-
 def test_half_on_a_cpu(make_llm: MakeLLM) -> None:
     llm = make_llm(dtype="half", trust_remote_code=False, swap_space=0, seed=None, block_size=16)
-    assert llm.engine.describe()["runs_on"]["dtype"] == "float16"
+    assert llm.llm_engine.describe()["runs_on"]["dtype"] == "float16"
     assert len(llm.generate("the rain", GREEDY, use_tqdm=False)[0]["token_ids"]) == NEW_TOKENS
 
 
@@ -136,7 +129,7 @@ def test_reset_prefix_cache(make_llm: MakeLLM) -> None:
 
 
 def test_reset_prefix_cache_ends_what_was_planned_ahead(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step in flight holds the blocks of a request that has gone already."""
+    """A step in flight holds the blocks of a request that was aborted."""
     llm = make_llm()
     monkeypatch.setattr(llm.engine.executor.runner, "overlap", 2)
     llm.engine.add_request("0", [7] * 70, GREEDY)
@@ -271,7 +264,7 @@ def test_a_tokenizer_from_elsewhere(make_llm: MakeLLM, llama_copy: Path, tmp_pat
     assert make_llm(llama_copy, tokenizer=str(other)).get_tokenizer().encode("the")[0] == 1
 
 
-def test_progress_bar_tells_both_speeds(llm: LLM, llama: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_both_speeds(llm: LLM, llama: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(llama.prompts, GREEDY)
     shown = capsys.readouterr().err
     assert "11/11" in shown

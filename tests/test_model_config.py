@@ -106,16 +106,12 @@ def test_a_missing_size_is_named(name: str, value: object) -> None:
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        ({"layer_types": [["full_attention"]] * 4}, "layer_types"),
+        ({**QWEN, "max_window_layers": "2"}, "max_window_layers"),
     ],
 )
 def test_untrusted_values_are_refused(changes: dict[str, object], word: str) -> None:
     with pytest.raises(ModelError, match=word):
-        load(**changes)
-
-
-@pytest.mark.parametrize("changes", [{"layer_types": [["full_attention"]] * 4}, {**QWEN, "max_window_layers": "2"}])
-def test_untrusted_values_of_the_wrong_type_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ModelError):
         load(**changes)
 
 
@@ -252,7 +248,7 @@ def test_sliding_window_forms(changes: dict[str, object], window: int | None, la
     ],
 )
 def test_eos_comes_from_both_files(config: object, generation: dict[str, object] | None, ids: tuple[int, ...]) -> None:
-    """Only one eos token ended a sequence, generation_config's list was ignored."""
+    """All of them end a sequence, generation_config's first."""
     assert load(generation, eos_token_id=config).eos_token_ids == ids
 
 

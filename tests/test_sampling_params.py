@@ -1,4 +1,4 @@
-"""SamplingParams: a value that would hurt the engine is refused before it gets there, and says why."""
+"""SamplingParams: a value that would harm the engine is refused with the reason before the engine gets it."""
 
 from __future__ import annotations
 
@@ -46,23 +46,6 @@ def test_bad_numbers_are_refused_with_value_and_remedy(name: str, bad: list[obje
 
 
 @pytest.mark.parametrize(
-    ("params", "limit"),
-    [
-        ({"n": 0}, "[1, 1024]"),
-        ({"n": 10**9}, "[1, 1024]"),
-        ({"temperature": -1}, "[0, 100]"),
-        ({"top_p": 0}, "(0, 1]"),
-        ({"max_tokens": 0}, "[1, 2147483647]"),
-        ({"repetition_penalty": 0}, "(0, 100]"),
-        ({"max_tokens": 4, "min_tokens": 5}, "[0, 4]"),
-        ({"logprobs": 5000}, "[-1, 1000]"),
-    ],
-)
-def test_a_value_out_of_range_is_answered_with_the_range(params: dict[str, object], limit: str) -> None:
-    assert limit in refusal(**params)
-
-
-@pytest.mark.parametrize(
     ("params", "word"),
     [
         ({"stop": [""]}, "non-empty"),
@@ -86,30 +69,23 @@ def test_a_value_out_of_range_is_answered_with_the_range(params: dict[str, objec
         ({"skip_special_tokens": "no"}, "True or False"),
         ({"include_stop_str_in_output": 0}, "True or False"),
         ({"detokenize": False, "stop": "x"}, "stop_token_ids"),
+        ({"n": 10**9}, "[1, 1024]"),
+        ({"temperature": -1}, "[0, 100]"),
+        ({"top_p": 0}, "(0, 1]"),
+        ({"max_tokens": 0}, "[1, 2147483647]"),
+        ({"repetition_penalty": 0}, "(0, 100]"),
+        ({"max_tokens": 4, "min_tokens": 5}, "[0, 4]"),
+        ({"logprobs": 5000}, "[-1, 1000]"),
+        ({"temperature": 10**400}, "finite"),
+        ({"logit_bias": {1: 10**400}}, "finite"),
+        ({"logit_bias": {"²": 1.0}}, "token ids"),
+        ({"stop": 5}, "list of strings"),
+        ({"bad_words": 5}, "list of strings"),
+        ({"allowed_token_ids": 5}, "list of token ids"),
     ],
 )
-def test_bad_lists_maps_and_flags_are_refused(params: dict[str, object], word: str) -> None:
+def test_bad_values_are_refused_with_the_reason(params: dict[str, object], word: str) -> None:
     assert word in refusal(**params)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 10**400},
-        {"logit_bias": {1: 10**400}},
-        {"stop": 5},
-        {"bad_words": 5},
-        {"stop_token_ids": 5},
-        {"allowed_token_ids": 5},
-        {"stop_token_ids": np.array(5)},
-        {"logit_bias": {"²": 1.0}},
-    ],
-)
-def test_wrong_types_and_huge_integers_are_refused_too(params: dict[str, object]) -> None:
-    try:
-        SamplingParams(**params)  # type: ignore[arg-type]
-    except RequestError:
-        return
 
 
 @pytest.mark.parametrize(
@@ -152,7 +128,7 @@ def test_values_are_normalised_once() -> None:
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (9e-6, True), (1.1e-5, False), (1, False)])
 def test_greedy_is_a_contract(temperature: float, greedy: bool) -> None:
-    """Temperature=0 was refused by an assert."""
+    """A temperature below 1e-5 would overflow the logits."""
     assert SamplingParams(temperature=temperature).is_greedy is greedy
 
 
@@ -201,39 +177,20 @@ def test_clone() -> None:
 
 
 def test_numbers_of_numpy_become_those_of_python() -> None:
-    """Parameters travel between ranks as JSON, which knows no numpy."""
+    """Parameters are sent between ranks as JSON, which has no numbers of numpy."""
+    integers = {"n": 2, "top_k": -1, "max_tokens": 7, "min_tokens": 3, "logprobs": 4, "prompt_logprobs": -1}
+    floats = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.0, "presence_penalty": 1.0}
+    others = {"stop_token_ids": [3, 4], "allowed_token_ids": [5, 6], "logit_bias": {7: 1.5}, "seed": 2**64 - 1}
     made = SamplingParams(
-        n=np.int64(2),
-        temperature=np.float32(0.5),
-        top_p=np.float64(0.25),
-        top_k=np.int8(-1),
-        seed=np.uint64(2**64 - 1),
-        max_tokens=np.int32(7),
-        min_tokens=np.uint8(3),
-        logprobs=np.int16(4),
-        prompt_logprobs=np.int64(-1),
-        min_p=np.float16(0),
+        **{name: np.int8(value) for name, value in integers.items()},
+        **{name: np.float16(value) for name, value in floats.items()},
         stop_token_ids=np.array([3, 4]),
         allowed_token_ids=[np.int32(5), 6],
         logit_bias={np.int64(7): np.float32(1.5)},
-        presence_penalty=np.int64(1),
+        seed=np.uint64(2**64 - 1),
     )
     assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(made)))) == made
-    plain = SamplingParams(
-        n=2,
-        temperature=0.5,
-        top_p=0.25,
-        seed=2**64 - 1,
-        max_tokens=7,
-        min_tokens=3,
-        logprobs=4,
-        prompt_logprobs=-1,
-        stop_token_ids=[3, 4],
-        allowed_token_ids=[5, 6],
-        logit_bias={7: 1.5},
-        presence_penalty=1,
-    )
-    assert made == plain
+    assert made == SamplingParams(**integers, **floats, **others)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """The contract of an attention backend, and the one metadata record that all of them read.
 
-A backend answers two questions: can you serve this model on this device (`rejects`: None or the reason why not), and
-what does attention over the paged cache give (`attend`). Keys and values of the step are already in the cache when
-`attend` is called.
+A backend has two methods: `rejects` returns None if it can serve a model on a device, else the reason why not; `attend`
+computes attention over the paged cache. Keys and values of the step are already in the cache when `attend` is called.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from nanovllm.hardware.device import Device
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a model asks of attention."""
+    """The attention of one layer of a model."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,8 +43,8 @@ class HostLens:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Where the queries of one step sit. Sequence i owns rows query_starts[i] to query_starts[i + 1] of q; its keys
-    are the first context_lens[i] slots of block_tables[i], the new ones included. Made by runner/step.py.
+    """The queries of one step and their keys. Sequence i owns rows query_starts[i] to query_starts[i + 1] of q; its
+    keys are the first context_lens[i] slots of block_tables[i], the new ones included. Made by runner/step.py.
     """
 
     query_starts: torch.Tensor  # int32 [sequences + 1]

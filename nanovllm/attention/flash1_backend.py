@@ -1,39 +1,24 @@
 """Attention by flash-attn 1.x: the last version for Turing cards, older than paged caches.
 
-It knows no block tables and no shared KV heads, so the keys of this step's sequences are gathered side by side and
+It has no block tables and no shared KV heads, so the keys of this step's sequences are gathered side by side and
 repeated for each query head, one layer at a time. It aligns the causal mask to the *first* key, where ours is aligned
-to the last; the two agree only if queries and keys are equally many. So a step is three kinds of sequence: decodes (one
-query sees everything: no mask), whole prompts (causal), and chunks after a cached prefix, which SDPA computes.
+to the last; the two are equal only if there are as many queries as keys. So a step is three kinds of sequence: decodes
+(one query sees everything: no mask), whole prompts (causal), and chunks after a cached prefix, which SDPA computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate
 
 import torch
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.attention.optional import load, major_version
-from nanovllm.attention.sdpa import SdpaBackend, gather
+from nanovllm.attention.sdpa import SdpaBackend, gather, runs
 from nanovllm.hardware.device import Device
 
 MODULE = "flash_attn.flash_attn_interface"
 MAX_GATHERED = 16384  # tokens whose keys are copied at a time: bounds the copy, whatever the batch
-
-
-def pieces(some: list[int], context_lens: list[int]) -> Iterator[list[int]]:
-    """Runs of sequences of at most MAX_GATHERED tokens together; a longer one is a piece of its own."""
-    piece: list[int] = []
-    num_tokens = 0
-    for i in some:
-        if piece and num_tokens + context_lens[i] > MAX_GATHERED:
-            yield piece
-            piece, num_tokens = [], 0
-        piece.append(i)
-        num_tokens += context_lens[i]
-    if piece:
-        yield piece
 
 
 class Flash1Backend(SdpaBackend):
@@ -62,21 +47,21 @@ class Flash1Backend(SdpaBackend):
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
-        out = torch.empty_like(q)
-        starts = [0, *accumulate(batch.on_host.query_lens)]
+        out, host = torch.empty_like(q), batch.on_host
+        starts = [0, *accumulate(host.query_lens)]
         decodes, prompts = [], []
-        for i, (num_new, context_len) in enumerate(zip(batch.on_host.query_lens, batch.on_host.context_lens)):
+        for i, (num_new, context_len) in enumerate(zip(host.query_lens, host.context_lens)):
             if num_new == 1:
                 decodes.append(i)
             elif num_new == context_len:
                 prompts.append(i)
             else:
-                keys, values = (gather(cache, batch.on_host.spans[i], context_len) for cache in (k_cache, v_cache))
+                keys, values = (gather(cache, host.spans[i], context_len) for cache in (k_cache, v_cache))
                 rows = slice(starts[i], starts[i + 1])
                 out[rows] = self._prefill(q[rows], keys, values, spec)
         for causal, some in ((False, decodes), (True, prompts)):
-            for piece in pieces(some, batch.on_host.context_lens):
-                self._flash(q, k_cache, v_cache, batch, spec, piece, causal, out)
+            for run in runs([host.context_lens[i] for i in some], MAX_GATHERED):
+                self._flash(q, k_cache, v_cache, batch, spec, some[run], causal, out)
         return out
 
     def _flash(
@@ -92,10 +77,10 @@ class Flash1Backend(SdpaBackend):
     ) -> None:
         """The sequences numbered `some`, written to their rows of `out`."""
         flash = load(MODULE)
-        assert not isinstance(flash, str), "selection asked rejects() first"
+        assert not isinstance(flash, str), "rejects() was called before"
         group = spec.num_heads // spec.num_kv_heads
-        starts = [0, *accumulate(batch.on_host.query_lens)]
         host = batch.on_host
+        starts = [0, *accumulate(host.query_lens)]
         query_lens, context_lens = ([lens[i] for i in some] for lens in (host.query_lens, host.context_lens))
         rows = [slice(starts[i], starts[i + 1]) for i in some]
         keys, values = (

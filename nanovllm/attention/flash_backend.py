@@ -20,7 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.attention.optional import load, needs_ampere_in_16_bits
-from nanovllm.attention.sdpa import GATHER_BYTES, bytes_per_token, find_slots
+from nanovllm.attention.sdpa import GATHER_BYTES, bytes_per_token, find_slots, runs
 from nanovllm.hardware.device import Device
 
 
@@ -50,71 +50,51 @@ def _cumulative_context_lens(batch: AttentionBatch) -> torch.Tensor:
     return batch.memo["cu_seqlens_k"]
 
 
-def _flash3(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def attend(
-        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> torch.Tensor:
-        # Its varlen function refuses cumulative key lengths beside a page table; this one takes the lengths themselves.
-        return function(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens=batch.context_lens,
-            page_table=batch.block_tables,
-            cu_seqlens_q=batch.query_starts,
-            max_seqlen_q=max(batch.on_host.query_lens),
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window(spec),
-        )
-
-    return attend
+def _flash3(batch: AttentionBatch, spec: AttentionSpec) -> dict[str, Any]:
+    """Its varlen function refuses cumulative key lengths beside a page table; this one takes the lengths themselves."""
+    return {
+        "cache_seqlens": batch.context_lens,
+        "page_table": batch.block_tables,
+        "cu_seqlens_q": batch.query_starts,
+        "max_seqlen_q": max(batch.on_host.query_lens),
+        "softmax_scale": spec.scale,
+        "causal": True,
+        "window_size": _window(spec),
+    }
 
 
-def _flash2(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def attend(
-        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> torch.Tensor:
-        return function(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=batch.query_starts,
-            cu_seqlens_k=_cumulative_context_lens(batch),
-            max_seqlen_q=max(batch.on_host.query_lens),
-            max_seqlen_k=batch.max_context_len,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window(spec),
-            block_table=batch.block_tables,
-        )
-
-    return attend
+def _flash2(batch: AttentionBatch, spec: AttentionSpec) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": batch.query_starts,
+        "cu_seqlens_k": _cumulative_context_lens(batch),
+        "max_seqlen_q": max(batch.on_host.query_lens),
+        "max_seqlen_k": batch.max_context_len,
+        "softmax_scale": spec.scale,
+        "causal": True,
+        "window_size": _window(spec),
+        "block_table": batch.block_tables,
+    }
 
 
-def _torch_varlen(function: Callable[..., torch.Tensor], parameters: set[str]) -> Callable[..., torch.Tensor]:
-    # Versions without this flag share KV heads unasked.
-    flags: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+def _torch_varlen(batch: AttentionBatch, spec: AttentionSpec) -> dict[str, Any]:
+    """Causal is a window of nothing to the right."""
+    return {
+        "cu_seq_q": batch.query_starts,
+        "cu_seq_k": _cumulative_context_lens(batch),
+        "max_q": max(batch.on_host.query_lens),
+        "max_k": batch.max_context_len,
+        "scale": spec.scale,
+        "window_size": _window(spec),
+        "seqused_k": batch.context_lens,
+        "block_table": batch.block_tables,
+    }
 
-    def attend(
-        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
-    ) -> torch.Tensor:
-        return function(  # causal is said as a window of nothing to the right
-            q,
-            k_cache,
-            v_cache,
-            batch.query_starts,
-            _cumulative_context_lens(batch),
-            max(batch.on_host.query_lens),
-            batch.max_context_len,
-            scale=spec.scale,
-            window_size=_window(spec),
-            seqused_k=batch.context_lens,
-            block_table=batch.block_tables,
-            **flags,
-        )
 
-    return attend
+def _paged(
+    function: Callable[..., torch.Tensor], arguments: Callable[..., dict[str, Any]], **flags: Any
+) -> Callable[..., torch.Tensor]:
+    """`arguments(batch, spec)`: all but q and the caches, by the names that the function gives them."""
+    return lambda q, k_cache, v_cache, batch, spec: function(q, k_cache, v_cache, **arguments(batch, spec), **flags)
 
 
 @dataclass(frozen=True)
@@ -132,35 +112,27 @@ class Gathered:
 def gathered_keys(batch: AttentionBatch, spec: AttentionSpec, block_size: int) -> list[Gathered]:
     """What all layers of this kind share: one piece, or more so that no copy exceeds GATHER_BYTES. Nothing here waits
     for the device: every size comes from the lists on the host."""
-    most = GATHER_BYTES // bytes_per_token(spec)
-    cuts, num_keys = [0], 0
-    for i, context_len in enumerate(batch.on_host.context_lens):
-        if i > cuts[-1] and num_keys + context_len > most:
-            cuts.append(i)
-            num_keys = 0
-        num_keys += context_len
-    cuts.append(len(batch.on_host.context_lens))
-    starts = [0, *accumulate(batch.on_host.query_lens)]
+    host, starts = batch.on_host, [0, *accumulate(batch.on_host.query_lens)]
     lens, cu_k = batch.context_lens, _cumulative_context_lens(batch)
     pieces = []
-    for first, last in pairwise(cuts):
-        total = sum(batch.on_host.context_lens[first:last])
+    for run in runs(host.context_lens, GATHER_BYTES // bytes_per_token(spec)):
+        first, last, total = run.start, run.stop, sum(host.context_lens[run])
         own_cu_k = cu_k[first : last + 1] - cu_k[first]
-        numbers = torch.arange(last - first, device=lens.device).repeat_interleave(lens[first:last], output_size=total)
+        numbers = torch.arange(last - first, device=lens.device).repeat_interleave(lens[run], output_size=total)
         positions = torch.arange(total, device=lens.device) - own_cu_k[numbers]
         own_cu_q = batch.query_starts[first : last + 1] - starts[first]
-        longest = max(batch.on_host.query_lens[first:last]), max(batch.on_host.context_lens[first:last])
+        longest = max(host.query_lens[run]), max(host.context_lens[run])
         slots = find_slots(batch.block_tables, numbers + first, positions, block_size)
         pieces.append(Gathered(slice(starts[first], starts[last]), own_cu_q, own_cu_k, *longest, slots))
     return pieces
 
 
 def _torch_gathered(function: Callable[..., torch.Tensor], parameters: set[str]) -> Callable[..., torch.Tensor]:
-    """Torch 2.10 (is_causal; neither scale nor window) and 2.11 (scale and window_size). They ask for no flag to share
-    KV heads, and hand them on to a kernel that does."""
+    """Torch 2.10 (is_causal; neither scale nor window) and 2.11 (scale and window_size). They share
+    KV heads without a flag."""
 
     def flags(spec: AttentionSpec) -> dict[str, Any]:
-        chosen: dict[str, Any] = {"scale": spec.scale} if "scale" in parameters else {}  # unsaid, it is this one too
+        chosen: dict[str, Any] = {"scale": spec.scale} if "scale" in parameters else {}  # the default is the same
         if "enable_gqa" in parameters:
             chosen["enable_gqa"] = True
         return chosen | ({"window_size": _window(spec)} if "window_size" in parameters else {"is_causal": True})
@@ -186,26 +158,27 @@ def _parameters(function: Any) -> set[str]:
 
 @functools.cache
 def find_kernels(hopper: bool) -> Kernels | str:
-    """The library to use, or why there is none. What is installed does not change while we run."""
+    """The library to use, or why there is none. What is installed does not change in the life of a process."""
     refusals = []
     flash3 = load("flash_attn_interface") if hopper else "flash-attn 3 is for Hopper"
     if not isinstance(flash3, str):
         function = getattr(flash3, "flash_attn_with_kvcache", None)
         if "page_table" in _parameters(function):
-            return Kernels("flash-attn 3", 16, _flash3(function))  # type: ignore[arg-type]
+            return Kernels("flash-attn 3", 16, _paged(function, _flash3))  # type: ignore[arg-type]
     flash2 = load("flash_attn")
     if isinstance(flash2, str):
         refusals.append(flash2)
     else:
         function = getattr(flash2, "flash_attn_varlen_func", None)
         if "block_table" in _parameters(function):
-            return Kernels("flash-attn 2", 256, _flash2(function))  # type: ignore[arg-type]
+            return Kernels("flash-attn 2", 256, _paged(function, _flash2))  # type: ignore[arg-type]
         refusals.append(f"flash_attn {getattr(flash2, '__version__', '')} has no block tables (2.5 has)")
     varlen = load("torch.nn.attention.varlen")
     function = None if isinstance(varlen, str) else getattr(varlen, "varlen_attn", None)
     parameters = _parameters(function)
     if function is not None and {"block_table", "seqused_k", "window_size"} <= parameters:
-        return Kernels(f"torch {torch.__version__}", 256, _torch_varlen(function, parameters))
+        gqa = {"enable_gqa": True} if "enable_gqa" in parameters else {}  # without this flag KV heads are shared, too
+        return Kernels(f"torch {torch.__version__}", 256, _paged(function, _torch_varlen, **gqa))
     if function is not None and parameters & {"is_causal", "window_size"}:
         library = f"torch {torch.__version__} varlen_attn, gathered"
         return Kernels(library, 1, _torch_gathered(function, parameters), has_window="window_size" in parameters)
@@ -236,5 +209,5 @@ class FlashBackend:
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
         kernels = find_kernels(q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
-        assert isinstance(kernels, Kernels), "selection asked rejects() first"
+        assert isinstance(kernels, Kernels), "rejects() was called before"
         return kernels.attend(q, k_cache, v_cache, batch, spec)

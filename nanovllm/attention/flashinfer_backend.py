@@ -1,7 +1,7 @@
 """Attention by FlashInfer's paged prefill kernels, which serve decodes too (a prefill of one token).
 
 FlashInfer plans before it runs: it reads the lengths on the host and cuts the work into equal shares for the
-multiprocessors. One plan serves all layers of a step that ask the same of attention, so it is kept with the step.
+multiprocessors. One such plan serves all layers of a step with the same AttentionSpec, so it is kept with the step.
 Planning waits for the GPU, once a step; that wait also keeps one step's plan from overwriting, in the library's pinned
 memory, the plan of a step whose copy to the GPU is still queued.
 """
@@ -47,7 +47,7 @@ class FlashInferBackend:
 
     def _plan(self, q: torch.Tensor, block_size: int, batch: AttentionBatch, spec: AttentionSpec) -> Any:
         flashinfer = load("flashinfer")
-        assert not isinstance(flashinfer, str), "selection asked rejects() first"
+        assert not isinstance(flashinfer, str), "rejects() was called before"
         lens = batch.context_lens
         num_blocks = (lens + block_size - 1) // block_size
         columns = torch.arange(batch.block_tables.shape[1], device=q.device)

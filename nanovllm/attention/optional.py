@@ -1,7 +1,7 @@
 """Packages that a backend may use but that need not be installed.
 
-`load(name)` gives the module, or says in words why there is none. The import is really tried: a package compiled
-for another version of torch is found by name and then fails on its first symbol.
+`load(name)` gives the module, or the reason why there is none. It imports the package: one that was compiled for
+another version of torch is found by name and then fails on its first symbol.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nanovllm.hardware.device import Device
 
 
 def needs_ampere_in_16_bits(spec: AttentionSpec, device: Device) -> str | None:
-    """What the libraries' current kernels have in common: why they cannot serve, or None."""
+    """A limit that the libraries' current kernels share: why they cannot serve, or None."""
     if not device.is_gpu or device.capability is None:
         return "needs a GPU"
     if device.capability < (8, 0):

@@ -1,13 +1,13 @@
 """Attention through torch's scaled_dot_product_attention. Runs on every device.
 
-SDPA wants keys as one dense [length, heads, head_dim] tensor; a paged cache has them in blocks. Two things keep the
+SDPA takes keys as one dense [length, heads, head_dim] tensor; a paged cache has them in blocks. Two things keep the
 cost of that down. A sequence whose blocks happen to lie one after the other (the block manager prefers that) is passed
 as a *view* of the cache: nothing is copied. Otherwise only the slots that are needed are gathered, and only for the
 layer being computed: at no time does a dense copy of the cache exist.
 
 On a CPU every sequence is a call of its own. A GPU is faster than its host can make calls, so there the decodes of a
-step are one call, padded to the longest of them: `padded_decodes` says, once a step, which slots to gather and what to
-mask, and cuts the step into pieces whose copies stay below GATHER_BYTES. A prompt's chunk is one call everywhere.
+step are one call, padded to the longest of them: `padded_decodes` computes, once a step, which slots to gather and what
+to mask, and cuts the step into pieces whose copies stay below GATHER_BYTES. A prompt's chunk is one call everywhere.
 
 The q heads that share a KV head are packed as extra query rows of that head: for one new token and a group of 3, K and
 V are read once instead of three times (2 cores, SmolLM2, context 200: 33 us a call against 46 with enable_gqa).
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.hardware.device import Device
 
 # The most that gathered keys and values may take at a time. The step that start-up tries is one of prompts, so this
-# copy was not measured then: it must fit in what is kept free besides (512 MiB, ranks/local.py), and SDPA's plain
+# copy was not measured then: it must fit in what is kept free besides (GRAPH_BYTES, memory/budget.py), and SDPA's plain
 # formula makes a second copy. 256 MiB are 65,536 tokens of a layer of Qwen3-0.6B: a card is busy with those for longer
 # than its host needs for the next call.
 GATHER_BYTES = 256 << 20
@@ -49,6 +50,18 @@ def gather(cache: torch.Tensor, span: slice | torch.Tensor, context_len: int) ->
 def find_slots(block_tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
     """int64, like positions: where the tokens at these positions of these rows' sequences lie, in blocks of `size`."""
     return block_tables[rows, positions // size].long() * size + positions % size
+
+
+def runs(lens: list[int], most: int) -> Iterator[slice]:
+    """Neighbours whose lengths add up to at most `most`; a longer one is a run of its own."""
+    start = total = 0
+    for i, length in enumerate(lens):
+        if i > start and total + length > most:
+            yield slice(start, i)
+            start, total = i, 0
+        total += length
+    if lens:
+        yield slice(start, len(lens))
 
 
 @dataclass(frozen=True)
@@ -114,8 +127,7 @@ class SdpaBackend:
             start = batch.num_decodes
             outputs.append(self._decode_padded(q[:start], k_cache, v_cache, batch, spec))
         rest = batch.on_host.after(start)
-        one_by_one = zip(rest.query_lens, rest.context_lens, rest.spans)
-        for num_new, context_len, span in one_by_one:
+        for num_new, context_len, span in zip(rest.query_lens, rest.context_lens, rest.spans):
             keys, values = gather(k_cache, span, context_len), gather(v_cache, span, context_len)
             attend = self._decode if num_new == 1 else self._prefill
             outputs.append(attend(q[start : start + num_new], keys, values, spec))
@@ -169,7 +181,7 @@ class SdpaBackend:
     def _prefill_by_kv_head(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Shared KV heads for kernels that know none: a KV head plays the batch, its group the heads, and K and V are
+        """Shared KV heads for kernels without them: the KV heads are the batch, their groups the heads, and K and V are
         repeated by a stride of 0. On a GPU `enable_gqa` is for the flash kernel alone, which takes no mask, no float32
         and no card before Ampere; anywhere else torch falls back to the plain formula, which writes all scores."""
         packed = q.unflatten(1, (spec.num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, new, head_dim]
@@ -198,14 +210,6 @@ class SdpaMathBackend(SdpaBackend):
 
     name = "sdpa.math"
 
-    def _sdpa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        spec: AttentionSpec,
-        mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-    ) -> torch.Tensor:
+    def _sdpa(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return super()._sdpa(q, keys, values, spec, mask, is_causal)
+            return super()._sdpa(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Choosing an attention backend: ask each in order, take the first that does not refuse, remember why others did.
+"""Choosing an attention backend: the first in order that does not refuse, and why the others did.
 
-`attention_backend_info` asks the same without an engine, `print_attention_backend_info` prints it.
+`attention_backend_info` gives the same without an engine, `print_attention_backend_info` prints it.
 """
 
 from __future__ import annotations

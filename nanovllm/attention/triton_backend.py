@@ -35,24 +35,11 @@ class TritonBackend:
         from nanovllm.ops.triton.decode_attention import decode_attention, launch_for
         from nanovllm.ops.triton.prefill_attention import prefill_attention
 
-        n, num_seqs = batch.num_decodes, len(batch.context_lens)
-        lens, tables = batch.context_lens, batch.block_tables
-        out = torch.empty_like(q)
+        n, lens, tables = batch.num_decodes, batch.context_lens, batch.block_tables
+        out, scale, window = torch.empty_like(q), spec.scale, spec.window
         if n:
-            launch = launch_for(q[:n], spec.num_kv_heads, min(batch.max_context_len, spec.window or 2**31))
-            decode_attention(
-                q[:n], k_cache, v_cache, lens[:n], tables[:n], spec.scale, launch, window=spec.window, out=out[:n]
-            )
-        if n < num_seqs:
-            prefill_attention(
-                q,
-                k_cache,
-                v_cache,
-                batch.query_starts[n:],
-                lens[n:],
-                tables[n:],
-                spec.scale,
-                window=spec.window,
-                out=out,
-            )
+            launch = launch_for(q[:n], spec.num_kv_heads, min(batch.max_context_len, window or 2**31))
+            decode_attention(q[:n], k_cache, v_cache, lens[:n], tables[:n], scale, launch, window, out[:n])
+        if n < len(lens):
+            prefill_attention(q, k_cache, v_cache, batch.query_starts[n:], lens[n:], tables[n:], scale, window, out)
         return out

@@ -14,6 +14,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from nanovllm.bench.report import Columns, print_rows
 from nanovllm.bench.throughput import run_workload, warm_up
 from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
 from nanovllm.engine.llm_engine import LLMEngine
@@ -25,7 +26,7 @@ SHAPES = {
     "1 prompt": WorkloadShape(1, Lengths(32, 32), Lengths(64, 64)),
     "16 prompts": WorkloadShape(16, Lengths(32, 256), Lengths(64, 64)),
 }
-DROPPED = ("model_type", "dtype", "torch_dtype", "auto_map")  # said otherwise, or code we never run
+DROPPED = ("model_type", "dtype", "torch_dtype", "auto_map")  # given in other ways, or code that is never run
 
 
 def load_hf(name: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -33,13 +34,14 @@ def load_hf(name: str, dtype: torch.dtype, device: torch.device) -> Any:
 
     transformers 5 keeps the experts of a layer in one tensor, under another name than files do: only `from_pretrained`
     renames and merges them."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     checkpoint = open_checkpoint(resolve_model(name))
     try:
         fields = {key: value for key, value in checkpoint.config.items() if key not in DROPPED}
         config = transformers.AutoConfig.for_model(checkpoint.config["model_type"], **fields)
-        family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         tensors = {key: checkpoint.read(key) for key in checkpoint.names()}
         model, found = family.from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
@@ -107,7 +109,22 @@ def compare(engine: LLMEngine, model: Any, shape: WorkloadShape, seed: int, repe
 def compare_all(
     engine: LLMEngine, seed: int, repeat: int, shapes: dict[str, WorkloadShape] | None = None
 ) -> dict[str, Any]:
-    model = load_hf(engine.config.model, engine.executor.dtype, engine.executor.device.torch_device)
+    dtype, device = getattr(torch, engine.describe()["runs_on"]["dtype"]), engine.executor.probe().device
+    model = load_hf(engine.config.model, dtype, device.torch_device)
     warm_up(engine, seed)
     run_hf(model, WorkloadShape(2, Lengths(24, 24), Lengths(4, 4)).draw(seed, engine.model_config.vocab_size))
     return {name: compare(engine, model, shape, seed, repeat) for name, shape in (shapes or SHAPES).items()}
+
+
+def print_comparison(found: dict[str, Any]) -> None:
+    columns: Columns = [
+        ("workload", "name"),
+        ("ours tok/s", "ours_tokens_per_second"),
+        ("hf tok/s", "hf_tokens_per_second"),
+        ("ratio", "ratio", "{:.2f}x"),
+        ("spread", "ratio_spread", "{0[0]:.2f}..{0[1]:.2f}"),
+        ("equal tokens", "equal_greedy_tokens", "{:.1%}"),
+        ("KV slots/token", "kv_slots_per_token", "{:.3f}"),
+        ("padded", "kv_slots_per_token_of_a_padded_batch", "{:.3f}"),
+    ]
+    print_rows("against Hugging Face generate", [{"name": name, **row} for name, row in found.items()], columns)

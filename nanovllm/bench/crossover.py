@@ -1,8 +1,8 @@
 """Where one attention backend overtakes another: decode tokens per second over backends, batch sizes and lengths.
 
 Every cell of the table runs `batch` prompts of `length` random tokens to `length` new ones each. Only steps that do
-nothing but decode are counted, so a backend that is slow at prompts is not blamed here for it. A cell that does not
-fit says OOM, and the run goes on. One engine serves all cells of a backend. With several backends, Winner is the
+nothing but decode are counted, so how fast a backend reads prompts does not count here. A cell that does not
+fit shows OOM, and the run goes on. One engine serves all cells of a backend. With several backends, Winner is the
 fastest of a row and Speedup how many times as fast it is as the next.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.attention.select import select_backend
-from nanovllm.bench.named import CEILINGS, decode_limit_seconds
+from nanovllm.bench.named import CEILINGS, decode_limit_seconds, facts_of
 from nanovllm.bench.report import Series, plot_lines, print_table
-from nanovllm.bench.throughput import engine_facts, run_workload, warm_up
-from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
+from nanovllm.bench.throughput import engine_facts, read_config, run_workload, warm_up
+from nanovllm.bench.workload import Lengths, Workload, WorkloadShape, parse_counts
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_block_size, resolve_max_model_len
 from nanovllm.engine.llm_engine import LLMEngine
@@ -25,10 +25,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device, is_out_of_memory
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.utilisation import sampled
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.transformer import attention_specs
-from nanovllm.weights.checkpoint import open_checkpoint
-from nanovllm.weights.resolve import resolve_model
 
 TEMPERATURE = 0.6
 OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "no room for the KV cache", "GiB are left")
@@ -43,18 +40,15 @@ class LengthSweep:
 
     @classmethod
     def parse(cls, backends: str, batch_sizes: str, input_lens: str) -> LengthSweep:
-        names = [name.strip() for name in backends.split(",")]
+        names = dict.fromkeys(name.strip() for name in backends.split(","))  # each once
+        batches = dict.fromkeys(parse_counts("--batch-sizes", batch_sizes, 1))
         # The first new token comes with the prompt: a decode step needs a second one.
-        counts = parse_counts("--batch-sizes", batch_sizes, 1), parse_counts("--input-lens", input_lens, 2)
-        return cls(*(tuple(dict.fromkeys(values)) for values in (names, *counts)))  # each once
+        lengths = dict.fromkeys(parse_counts("--input-lens", input_lens, 2))
+        return cls(tuple(names), tuple(batches), tuple(lengths))
 
     def check(self, config: EngineConfig) -> None:
-        """What can be known without loading weights is said before a run of many minutes begins."""
-        checkpoint = open_checkpoint(resolve_model(config.model))
-        try:
-            model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        finally:
-            checkpoint.close()
+        """What can be checked without loading weights is refused before a run of many minutes begins."""
+        model = read_config(config.model)
         limit, longest = resolve_max_model_len(config, model), max(self.input_lens)
         if 2 * longest > limit:
             raise ConfigError(
@@ -70,16 +64,6 @@ class LengthSweep:
         specs = attention_specs(model, device.resolve_dtype(config.dtype, model.dtype), Parallel())
         for name in self.backends:
             select_backend(name, specs, device, resolve_block_size(replace(config, attn_backend=name), device))
-
-
-def parse_counts(option: str, text: str, smallest: int) -> list[int]:
-    try:
-        values = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{option} {text!r}: write numbers with commas between them, for example 1,8,64") from None
-    if min(values) < smallest:
-        raise ConfigError(f"{option} {text!r}: must be at least {smallest} each")
-    return values
 
 
 FAILURES = (RuntimeError, MemoryError, ConfigError)  # OutOfMemoryError and EngineDeadError are RuntimeErrors
@@ -107,7 +91,7 @@ def measure_backend(
     config: EngineConfig, sweep: LengthSweep, repeat: int
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     shapes = [(batch, length) for batch in sweep.batch_sizes for length in sweep.input_lens]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "backend": config.attn_backend,
             "attn_backend": None,
@@ -140,15 +124,16 @@ def measure_backend(
 
 
 def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dict[str, Any]:
-    layout = engine.executor.layout
+    probe = engine.executor.probe()
+    device, layout = probe.device, probe.layout
     needed = batch * -(-2 * length // layout.block_size)
     if needed > layout.num_blocks:
-        # The engine would let some wait and run the others: another batch size than the table says.
+        # The engine would let some wait and run the others: another batch size than the table has.
         return {"oom": f"{needed} blocks of KV cache are needed, there are {layout.num_blocks}"}
     try:
         # A few tokens first: kernels and buffers of this shape, and what does not fit fails sooner.
         run_workload(engine, _draw(engine, batch, length, min(16, length), ~0), TEMPERATURE)
-        with sampled(engine.executor.device) as busy:
+        with sampled(device) as busy:
             rates = [decode_rate(engine, _draw(engine, batch, length, length, turn)) for turn in range(repeat)]
     except FAILURES as error:
         if not does_not_fit(error):
@@ -160,7 +145,7 @@ def measure_cell(engine: LLMEngine, batch: int, length: int, repeat: int) -> dic
         if busy.percent is not None:
             share["gpu_busy_percent"] = busy.percent
         return {"decode_tokens_per_second": rate, "spread": [min(rates), max(rates)], **share}
-    engine.executor.device.release_cached()  # out of the except: a traceback keeps the tensors of its frames alive
+    device.release_cached()  # out of the except: a traceback keeps the tensors of its frames alive
     return {"oom": reason}
 
 
@@ -178,11 +163,11 @@ def _draw(engine: LLMEngine, batch: int, length: int, new: int, turn: int) -> Wo
 
 
 def _share(engine: LLMEngine, batch: int, length: int, rate: float) -> dict[str, float]:
-    ceiling = CEILINGS.get(engine.executor.device.name)
+    ceiling = CEILINGS.get(engine.executor.probe().device.name)
     if ceiling is None:
         return {}
     workload = Workload([[0] * length] * batch, [length] * batch)
-    seconds = decode_limit_seconds(workload, engine.model_config, engine.executor.num_parameters, ceiling)
+    seconds = decode_limit_seconds(workload, facts_of(engine), ceiling)
     limit = batch * (length - 1) / seconds
     return {"limit": limit, "share_of_limit": rate / limit}
 
@@ -223,9 +208,9 @@ def print_tables(sweep: LengthSweep, rows: list[dict[str, Any]]) -> None:
 def _winner(line: list[dict[str, Any]], names: dict[str, str]) -> tuple[str, str]:
     """(the fastest, how much faster than the next), as far as there are any that ran."""
     ran = [row for row in line if row["decode_tokens_per_second"] is not None]
-    first, *others = sorted(ran, key=lambda row: -row["decode_tokens_per_second"]) or [None]
-    speedup = f"{first['decode_tokens_per_second'] / others[0]['decode_tokens_per_second']:.2f}x" if others else "-"
-    return ("-" if first is None else names[first["backend"]]), speedup
+    ran.sort(key=lambda row: -row["decode_tokens_per_second"])
+    first, second = (row["decode_tokens_per_second"] for row in ran[:2]) if len(ran) > 1 else (None, None)
+    return names[ran[0]["backend"]] if ran else "-", f"{first / second:.2f}x" if first else "-"
 
 
 def plot_sweep(path: Any, sweep: LengthSweep, rows: list[dict[str, Any]]) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.bench.crossover import parse_counts
-from nanovllm.bench.report import print_table
+from nanovllm.bench.report import Columns, print_rows
+from nanovllm.bench.workload import parse_counts
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import capture_graph
@@ -62,6 +63,17 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: t
     return scores.masked_fill_(hidden, float("-inf")).softmax(-1) @ v
 
 
+def replay_seconds(calls: Calls, device: Device) -> float:
+    """Of one of the calls, all captured in one graph."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    replay, _ = capture_graph(run, None)
+    return time_on_device(replay, device) / len(calls)
+
+
 @dataclass(frozen=True)
 class Lab:
     """Builds the inputs of a measurement and gives the calls to time."""
@@ -95,17 +107,19 @@ class Lab:
         layers = [self.paged(batch, length) for _ in range(self.num_layers(batch, length))]
         q = self.rand(batch, self.heads.num_q, self.heads.size)
         out, scale, launch = torch.empty_like(q), self.heads.size**-0.5, launch_for(q, self.heads.num_kv, length)
-        return [lambda layer=layer: decode_attention(q, *layer, scale, launch, out=out) for layer in layers]
+        attend = partial(decode_attention, scale=scale, launch=launch, out=out)
+        return [partial(attend, q, *layer) for layer in layers]
 
     def dense(self, batch: int, length: int, num_new: int) -> Calls:
-        """PyTorch's best for the same numbers, in the layout it wants: no blocks, one length."""
+        """PyTorch's best for the same numbers, on dense tensors: no blocks, one length."""
         causal = num_new > 1
         q = self.rand(batch, self.heads.num_q, num_new, self.heads.size)
         layers = [
             self.rand(2, batch, self.heads.num_kv, length, self.heads.size)
             for _ in range(1 if causal else self.num_layers(batch, length))
         ]
-        return [lambda kv=kv: scaled_dot_product_attention(q, *kv, is_causal=causal, enable_gqa=True) for kv in layers]
+        attend = partial(scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
+        return [partial(attend, q, *kv) for kv in layers]
 
     def naive(self, length: int) -> Calls:
         q, k, v = (self.rand(1, self.heads.num_q, length, self.heads.size) for _ in range(3))
@@ -124,19 +138,11 @@ class Lab:
     def seconds(self, build: Callable[..., Calls], *sizes: int) -> float | None:
         """Of one call; None: it does not fit."""
         try:
-            return self._replay_seconds(build(*sizes))
+            return replay_seconds(build(*sizes), self.device)
         except torch.OutOfMemoryError:
             return None
         finally:
             self.device.release_cached()
-
-    def _replay_seconds(self, calls: Calls) -> float:
-        def run() -> None:
-            for call in calls:
-                call()
-
-        replay, _ = capture_graph(run, None)
-        return time_on_device(replay, self.device) / len(calls)
 
 
 def measure_ceilings(lab: Lab) -> dict[str, float]:
@@ -183,41 +189,34 @@ def measure_crossover(lab: Lab, lengths: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def measure(lab: Lab, shapes: dict[str, list[tuple[int, int]]], lengths: list[int]) -> dict[str, Any]:
+    ceilings = measure_ceilings(lab)
+    bandwidth = max(ceilings["read_bytes_per_second"], ceilings["copy_bytes_per_second"])
+    return {
+        "ceilings": ceilings,
+        "prefill": measure_shapes(lab, "prefill", shapes["prefill"], ceilings["matmul_flops"]),
+        "decode": measure_shapes(lab, "decode", shapes["decode"], bandwidth),
+        "crossover": measure_crossover(lab, lengths),
+    }
+
+
 def print_kernels(found: dict[str, Any]) -> None:
     read, copy, flops = (rate / 1e12 for rate in found["ceilings"].values())
     print(f"this card reads {read:.2f} TB/s, copies {copy:.2f} TB/s and multiplies {flops:.0f} TFLOP/s")
     for phase, unit in (("prefill", "TFLOP/s"), ("decode", "TB/s")):
-        print_table(
-            f"{phase}: microseconds",
-            ["batch x length", "triton", "SDPA, dense", unit, "of this card's"],
-            [
-                [
-                    row["shape"],
-                    *(_cell(row[name], 1e6) for name in ("triton_seconds", "sdpa_seconds")),
-                    _cell(row["rate"], 1e-12),
-                    "-" if row["rate"] is None else f"{row['share_of_limit']:.0%}",
-                ]
-                for row in found[phase]
-            ],
-        )
-    columns = ["length", "naive us", "flash us", "scores MiB", "naive launches: their grids", "flash"]
-    print_table(
-        "prefill of one sequence: scores in memory against flash",
-        columns,
-        [
-            [
-                row["length"],
-                *(_cell(row[name], 1e6) for name in ("naive_seconds", "flash_seconds")),
-                row["score_bytes"] / 2**20,
-                *(_grids(row[name]) for name in ("naive_grids", "flash_grids")),
-            ]
-            for row in found["crossover"]
-        ],
-    )
-
-
-def _cell(value: float | None, factor: float = 1.0) -> float | str:
-    return "OOM" if value is None else value * factor
+        columns: Columns = [
+            ("batch x length", "shape"),
+            ("triton", "triton_seconds", 1e6),
+            ("SDPA, dense", "sdpa_seconds", 1e6),
+        ]
+        columns += [(unit, "rate", 1e-12)]
+        columns += [("of this card's", lambda row: "-" if row["rate"] is None else f"{row['share_of_limit']:.0%}")]
+        print_rows(f"{phase}: microseconds", found[phase], columns, missing="OOM")
+    columns = [("length", "length"), ("naive us", "naive_seconds", 1e6), ("flash us", "flash_seconds", 1e6)]
+    columns += [("scores MiB", "score_bytes", 2**-20)]
+    columns += [("naive launches: their grids", lambda row: _grids(row["naive_grids"]))]
+    columns += [("flash", lambda row: _grids(row["flash_grids"]))]
+    print_rows("prefill of one sequence: scores in memory against flash", found["crossover"], columns, missing="OOM")
 
 
 def _grids(grids: list[int]) -> str:

@@ -11,7 +11,7 @@ that a right guess brought early is a miss too: prefetching can hide a copy behi
 raises the bound, prefetching brings decode nearer to it.
 
 Routing. Dummy weights (+-1e-3) send nearly every token to the same experts, and a cache looks perfect. "spread" gives
-them routers that choose as those of a trained model do: see `spread_routers`. "model" takes the weights as they are.
+them routers that choose as those of a trained model do (Probe.spread_routing). "model" takes the weights as they are.
 """
 
 from __future__ import annotations
@@ -29,31 +29,28 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.crossover import parse_counts
-from nanovllm.bench.report import Series, plot_lines, print_table
-from nanovllm.bench.throughput import engine_facts
-from nanovllm.bench.workload import Lengths, make_workload
+from nanovllm.bench.report import Columns, Series, plot_lines, print_rows
+from nanovllm.bench.throughput import engine_facts, read_config
+from nanovllm.bench.workload import Lengths, make_workload, parse_counts
 from nanovllm.config import EngineConfig
 from nanovllm.engine.defaults import resolve_max_model_len
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.hardware.bandwidth import host_to_device_bandwidth
 from nanovllm.hardware.device import Device
-from nanovllm.lowrank.checkpoint import find_svd_folder, low_rank_forms, read_svd_metadata
-from nanovllm.lowrank.folder import FOLDER, write_metadata
+from nanovllm.lowrank.folder import find_svd_folder, low_rank_forms, read_svd_metadata, write_metadata
+from nanovllm.lowrank.format import FOLDER
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import MoeLayer
-from nanovllm.moe.offload.cache import ExpertCache, ExpertStats
+from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
 VARIANTS = {"none": ("none", False), "lru": ("lru", False), "lfu": ("lfu", False), "lfu + prefetch": ("lfu", True)}
 PARTS = ("kernels", "offload")
 ROUTINGS = ("model", "spread")
-WARM_UP_TOKENS = 12  # enough for the medians by which prefetching knows the idle time of the link
+WARM_UP_TOKENS = 12  # enough for the medians of the link's idle time, which prefetching uses
 Rows = list[dict[str, Any]]
 
 
@@ -70,11 +67,7 @@ def choose_parts(asked: str | None, has_gpu: bool, has_model: bool) -> list[str]
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    checkpoint = open_checkpoint(resolve_model(config.model))
-    try:
-        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-    finally:
-        checkpoint.close()
+    model = read_config(config.model)
     if model.moe is None:
         raise ConfigError(
             f"--model {config.model}: {model.architecture} is dense, it has no experts to measure; give a "
@@ -96,7 +89,7 @@ class CacheSweep:
     def parse(
         cls, config: EngineConfig, model: ModelConfig, sizes: tuple[str, int, int], routing: str | None
     ) -> CacheSweep:
-        """sizes = (cached, tokens, input_len), as the options say them."""
+        """sizes = (cached, tokens, input_len), as the options give them."""
         assert model.moe is not None
         cached, num_tokens, input_len = sizes
         counts = sorted(set(parse_counts("--cached", cached, 0)))
@@ -125,7 +118,7 @@ class CacheSweep:
 @contextlib.contextmanager
 def with_layers(config: EngineConfig, num_layers: int | None) -> Iterator[EngineConfig]:
     """The same model with fewer layers, for a host whose memory cannot hold all experts. All layers are alike, so the
-    share of the bound says the same; tokens per second do not."""
+    share of the bound is the same; tokens per second are not."""
     if num_layers is None:
         yield config
         return
@@ -157,7 +150,7 @@ def keep_low_rank(source: Path, target: Path, model: ModelConfig, num_layers: in
             replace(
                 facts,
                 layer_ids=ids,
-                ranks={i: facts.ranks[i] for i in ids},
+                svd_ranks={i: facts.svd_ranks[i] for i in ids},
                 w2_modes={i: facts.w2_modes[i] for i in ids},
             ),
         )
@@ -169,17 +162,17 @@ EngineFor = Callable[[int, str], LLMEngine]
 
 
 def offload_config(config: EngineConfig, model: ModelConfig, cached: int, variant: str) -> EngineConfig:
-    """Slots for `cached` experts in every layer and a ring of 2 x top_k, to the byte: powers of two divide exactly."""
+    """Buffers for `cached` experts of every layer and a ring of 2 x top_k, to the byte: powers of 2 divide exactly."""
     facts = ModelFacts(model, _dtype(config, model).itemsize, forms=low_rank_forms(Path(config.model), model))
-    num_slots = cached * facts.num_sparse_layers + 2 * facts.top_k
+    num_buffers = cached * facts.num_sparse_layers + 2 * facts.top_k
     policy, prefetch = VARIANTS[variant]
     return replace(
         config,
         expert_placement="offload",
-        expert_cache_gb=num_slots * facts.expert_bytes / GIB,
+        expert_cache_gb=num_buffers * facts.expert_bytes / GIB,
         expert_policy=policy,
         expert_prefetch=prefetch,
-        enable_prefix_caching=False,  # a prompt's experts are counted when it is computed, whoever asked before
+        enable_prefix_caching=False,  # a prompt found in the cache would compute no experts
         max_num_seqs=1,
         skip_tokenizer_init=True,
     )
@@ -192,58 +185,18 @@ def _dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 @contextlib.contextmanager
 def one_engine(config: EngineConfig, model: ModelConfig, sweep: CacheSweep) -> Iterator[EngineFor]:
     """One engine serves all rows, with room for the most cached experts: to lock host memory for all experts takes
-    longer than a row. With fewer cached the slots beyond are left alone."""
+    longer than a row. With fewer cached the buffers beyond are not used."""
     assert model.moe is not None
     num_layers = sum(model.moe.layers)
     with LLMEngine(offload_config(config, model, sweep.cached[-1], "lfu + prefetch")) as engine:
         if sweep.routing == "spread":
-            spread_routers(engine, config.seed)
+            engine.executor.probe().spread_routing(config.seed)
 
         def engine_for(cached: int, variant: str) -> LLMEngine:
-            assert engine.executor.offload is not None
-            engine.executor.offload.restart(cached * num_layers, *VARIANTS[variant])
+            engine.executor.probe().restart_experts(cached * num_layers, *VARIANTS[variant])
             return engine
 
         yield engine_for
-
-
-COMMON = 0.05  # of the variance of a token's embedding: what all tokens have in common
-UPDATE = 0.5  # of the context that each layer adds
-LOGIT_STD = 1.5
-
-
-@torch.no_grad()
-def spread_routers(engine: LLMEngine, seed: int) -> None:
-    """Dummy weights that route as trained ones do, by three properties that decide what a cache and a guess are worth:
-
-    - which experts a token takes depends on the token: embeddings are drawn at unit scale, so that a norm (of weight 1)
-      gives x of unit scale, not one that its epsilon has flattened;
-    - some experts are popular, others in every layer: tokens have a part in common, and a gate's product with that part
-      is a constant for each expert;
-    - the next layer's router, asked one layer early, is mostly right: attention, which weighs all tokens alike because
-      dummy queries and keys are small, adds to x a part of the context, so that x turns a little from layer to layer.
-
-    In 16 layers of 8 experts with hidden size 512, 86 % of the guesses were right, and LRU hit 38, 70 and 89 % with 2,
-    4 and 6 cached. The choices that `moe.cache.Routing` makes up give 37, 63 and 86 %.
-    Experts themselves stay tiny and change nothing. Captured steps see all this: values change, addresses do not.
-    """
-    model, offload = engine.executor.runner.model, engine.executor.offload
-    assert offload is not None
-    embed = model.embed.weight
-    draw = torch.Generator(embed.device).manual_seed(seed)
-    hidden = embed.shape[1]
-    embed.normal_(std=(1 - COMMON) ** 0.5, generator=draw)
-    embed.add_(torch.empty_like(embed[0]).normal_(std=COMMON**0.5, generator=draw))
-    for layer in model.layers:
-        layer.attention_norm.weight.fill_(1)
-        layer.mlp_norm.weight.fill_(1)
-        *_, v = layer.attention.qkv.weight.split(list(layer.attention.qkv.parts.values()))
-        v.normal_(std=hidden**-0.5, generator=draw)
-        out = layer.attention.out.weight
-        out.normal_(std=UPDATE * out.shape[1] ** -0.5, generator=draw)
-        if isinstance(layer.mlp, MoeLayer):
-            layer.mlp.gate.weight.normal_(std=LOGIT_STD * hidden**-0.5, generator=draw)
-    offload.watch_gates(model.router_weights())
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
@@ -324,8 +277,8 @@ def measure_offload(
 
 
 def check_slots(engine: LLMEngine, cached: int) -> dict[str, int]:
-    """The table says how many experts were cached: so many there must be."""
-    moe, experts = engine.model_config.moe, engine.executor.describe()["experts"]
+    """The number of cached experts in the table is that of the engine."""
+    moe, experts = engine.model_config.moe, engine.describe()["runs_on"]["experts"]
     assert moe is not None
     found = {name: experts[name] for name in ("cached_slots", "streaming_slots", "on_disk")}
     assert (found["cached_slots"], found["streaming_slots"]) == (cached * sum(moe.layers), 2 * moe.top_k), found
@@ -341,11 +294,10 @@ def measure_decode(
     # Made-up logits are nearly equal: sampling draws ever new tokens, where greedy soon walks in a circle.
     temperature = 1.0 if sweep.routing == "spread" else 0.0
     run_one(engine, work.prompts[0], min(WARM_UP_TOKENS, sweep.num_tokens), temperature)
-    offload = engine.executor.offload
-    assert offload is not None
-    with chosen_experts(offload.cache) as chosen:
+    probe = engine.executor.probe()
+    with probe.chosen_experts() as chosen:
         seconds, stats, token_ids = run_one(engine, work.prompts[1], sweep.num_tokens, temperature, chosen.clear)
-    row = rates(stats, sweep.num_tokens, seconds, offload.shape.num_bytes, link)
+    row = rates(stats, sweep.num_tokens, seconds, probe.expert_bytes, link)
     return {**row, "distinct_experts": statistics.mean(map(len, chosen.values()))}, token_ids
 
 
@@ -378,16 +330,14 @@ def run_one(
     token_ids: list[int] = []
     while not token_ids:
         token_ids += _step(engine)
-    before, started = engine.executor.expert_stats(), time.perf_counter()
+    probe = engine.executor.probe()
+    before, started = probe.expert_stats(), time.perf_counter()
     begin()
     while engine.has_unfinished_requests():
         token_ids += _step(engine)
     seconds = time.perf_counter() - started
-    after = engine.executor.expert_stats()
-    assert before is not None
-    assert after is not None
     assert len(token_ids) == num_tokens + 1
-    return seconds, after - before, token_ids
+    return seconds, probe.expert_stats() - before, token_ids
 
 
 def _step(engine: LLMEngine) -> list[int]:
@@ -398,23 +348,6 @@ def _step(engine: LLMEngine) -> list[int]:
     return [] if delta is None else delta.outputs[0].token_ids
 
 
-@contextlib.contextmanager
-def chosen_experts(cache: ExpertCache) -> Iterator[dict[int, set[int]]]:
-    """Layer -> the distinct experts it chose meanwhile. Seen on the host, where a captured step must ask too."""
-    seen: dict[int, set[int]] = {}
-    select = cache.select
-
-    def watched(layer: int, token_counts: Any, *more: Any) -> Any:
-        seen.setdefault(layer, set()).update(token_counts)
-        return select(layer, token_counts, *more)
-
-    cache.select = watched  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        del cache.select  # the class's own is behind it
-
-
 # ---- tables and plots ----------------------------------------------------------------------------------------------
 
 
@@ -422,28 +355,20 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _number(value: float | None, factor: float = 1.0) -> float | str:
-    return "-" if value is None else value * factor
-
-
 def print_offload(title: str, num_experts: int, rows: Rows) -> None:
-    columns = [
-        "cached",
-        "variant",
-        "tok/s",
-        "hits",
-        "MB missed/token",
-        "bound tok/s",
-        "of the bound",
-        "stalled",
-        "prefetch right",
-        "distinct",
+    columns: Columns = [
+        ("cached", "cached", f"{{}} of {num_experts}"),
+        ("variant", "variant"),
+        ("tok/s", "tokens_per_second"),
+        ("hits", "hit_rate", "{:.1%}"),
+        ("MB missed/token", "missed_bytes_per_token", 1e-6),
+        ("bound tok/s", "bound_tokens_per_second"),
+        ("of the bound", "share_of_bound", "{:.0%}"),
+        ("stalled", "stall_share", "{:.0%}"),
+        ("prefetch right", "prefetch_precision", "{:.0%}"),
+        ("distinct", "distinct_experts"),
     ]
-    print_table(title, columns, [
-        [f"{row['cached']} of {num_experts}", row["variant"], row["tokens_per_second"], f"{row['hit_rate']:.1%}",
-         row["missed_bytes_per_token"] / 1e6, _number(row["bound_tokens_per_second"]), _percent(row["share_of_bound"]),
-         _percent(row["stall_share"]), _percent(row["prefetch_precision"]), row["distinct_experts"]] for row in rows
-    ])  # fmt: skip
+    print_rows(title, rows, columns)
     if not all(row["same_output"] for row in rows):
         print("the variants did not all give the same tokens")
 

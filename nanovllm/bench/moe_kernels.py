@@ -5,7 +5,7 @@ multiplies 3 * H * I weights for every pair: its limit is a large matrix product
 makes it, sorting included, in a captured graph. Every call of a graph has a routing of its own, so that over the graph
 more weights are read than the L2 cache holds.
 
-Routings: "uniform" (every token draws its experts alike), "concentrated" (all tokens of a call want the same k).
+Routings: "uniform" (every token draws its experts alike), "concentrated" (all tokens of a call choose the same k).
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.bench.kernels import Heads, Lab, measure_ceilings
-from nanovllm.bench.report import print_table
+from nanovllm.bench.kernels import CACHE_BYTES, Calls, Heads, Lab, measure_ceilings, replay_seconds
+from nanovllm.bench.report import Columns, print_rows
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
-from nanovllm.hardware.graphs import capture_graph
-from nanovllm.hardware.timing import time_on_device
 from nanovllm.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from nanovllm.ops.triton.moe_tiles import MoeShape, Tile, TileChoice
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+Rows = list[dict[str, Any]]
 ROUTINGS = ("uniform", "concentrated")
-MEETING_TOKENS = 256  # batches of decodes may all want the same experts; the tokens of a long prompt never do
+MEETING_TOKENS = 256  # batches of decodes may all choose the same experts; the tokens of a long prompt never do
 WORTH = 0.98  # of the rule's time: less is within the noise of the clock
 TUNED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-CACHE_BYTES = 160e6
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class KernelShape:
         return 3 * self.hidden * self.size
 
 
+# (n, k), (n, k, stages) and (n, k, warps, stages) of the tiles that are tried
+VECTOR_TILES = ((1, 512), (1, 1024), (1, 2048), (2, 512), (2, 1024))
+SMALL_TILES = ((16, 256, 4), (32, 128, 4), (32, 128, 5), (32, 256, 3), (64, 64, 4), (64, 128, 3), (64, 128, 4))
+LARGE_TILES = ((64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 4))
 MIXTRAL = KernelShape("Mixtral-8x7B", 4096, 14336, 8, 2)
 MIXTRAL_LARGE = KernelShape("Mixtral-8x22B", 6144, 16384, 8, 2)
 QWEN3_30B = KernelShape("Qwen3-30B-A3B", 2048, 768, 128, 8)
@@ -79,13 +84,13 @@ def need_gpu(device: Device) -> None:
 @dataclass(frozen=True)
 class Call:
     x: torch.Tensor
-    slots: torch.Tensor
+    ids: torch.Tensor  # of the chosen experts
     weights: torch.Tensor
     out: torch.Tensor
 
     @property
     def num_distinct(self) -> int:
-        return len(self.slots.unique())
+        return int(self.ids.unique().numel())
 
 
 class MoeLab:
@@ -93,10 +98,12 @@ class MoeLab:
 
     def __init__(self, device: Device, shape: KernelShape, dtype: torch.dtype) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
-        where = {"dtype": dtype, "device": device.torch_device}
         num, hidden, size = shape.num_experts, shape.hidden, shape.size
-        self.gate_up = torch.empty(num, 2 * size, hidden, **where).normal_(std=hidden**-0.5)
-        self.down = torch.empty(num, hidden, size, **where).normal_(std=size**-0.5)
+        self.gate_up = self._weights(num, 2 * size, hidden)
+        self.down = self._weights(num, hidden, size)
+
+    def _weights(self, *sizes: int) -> torch.Tensor:
+        return torch.empty(*sizes, dtype=self.dtype, device=self.device.torch_device).normal_(std=sizes[-1] ** -0.5)
 
     def calls(self, num_tokens: int, routing: str) -> list[Call]:
         touched = min(self.shape.num_experts, num_tokens * self.shape.top_k) * self.expert_bytes
@@ -107,49 +114,48 @@ class MoeLab:
     def call(self, num_tokens: int, routing: str) -> Call:
         shape, where = self.shape, self.device.torch_device
         rows = 1 if routing == "concentrated" else num_tokens
-        slots = torch.rand(rows, shape.num_experts, device=where).argsort(dim=1)[:, : shape.top_k].int()
-        slots = slots.expand(num_tokens, -1).contiguous()
+        ids = torch.rand(rows, shape.num_experts, device=where).argsort(dim=1)[:, : shape.top_k].int()
+        ids = ids.expand(num_tokens, -1).contiguous()
         x = torch.randn(num_tokens, shape.hidden, dtype=self.dtype, device=where)
         weights = torch.full((num_tokens, shape.top_k), 1 / shape.top_k, device=where)
-        return Call(x, slots, weights, x.new_empty(num_tokens, shape.top_k, shape.hidden))
+        return Call(x, ids, weights, x.new_empty(num_tokens, shape.top_k, shape.hidden))
 
     @property
     def expert_bytes(self) -> int:
         return self.shape.parameters * self.dtype.itemsize
 
-    def whole(self, call: Call, plan: Any = None) -> Callable[[], object]:
-        """The operator of a layer; `plan`: not the one the tables choose."""
+    def whole(self, call: Call, choice: Any = None) -> Callable[[], object]:
+        """The operator of a layer; `choice`: not the one the tables choose."""
         from nanovllm.ops.triton.moe_experts import expert_pairs
 
-        args = (call.x, self.gate_up, self.down, call.slots, call.weights, call.out, plan)
+        args = (call.x, self.gate_up, self.down, call.ids, call.weights, call.out, choice)
         return lambda: expert_pairs(*args)
 
-    def part(self, call: Call, plan: Any, name: str) -> Callable[[], object]:
-        """One kernel of a plan: "gate_up" or "down"; rows are sorted beforehand."""
+    def part(self, call: Call, choice: Any, name: str) -> Callable[[], object]:
+        """One kernel of a choice: "gate_up" or "down"; rows are sorted beforehand."""
         from nanovllm.ops.triton import moe_gemm, moe_gemv
         from nanovllm.ops.triton.moe_align import align
 
-        slots, top_k, tile = call.slots, self.shape.top_k, getattr(plan, name)
-        active = call.x.new_zeros(slots.numel(), self.shape.size)
-        if plan.kind == "gemv":
+        ids, top_k, tile = call.ids, self.shape.top_k, getattr(choice, name)
+        active = call.x.new_zeros(ids.numel(), self.shape.size)
+        if choice.kind == "gemv":
             block = (tile.block_n, tile.block_k)
             if name == "gate_up":
-                return lambda: moe_gemv.gate_up_gemv(call.x, self.gate_up, slots, block)
-            return lambda: moe_gemv.down_gemv(active, self.down, slots, call.weights, call.out, block)
-        rows = align(slots, self.shape.num_experts, plan.block_m)
+                return lambda: moe_gemv.gate_up_gemv(call.x, self.gate_up, ids, block)
+            return lambda: moe_gemv.down_gemv(active, self.down, ids, call.weights, call.out, block)
+        rows = align(ids, self.shape.num_experts, choice.block_m)
         if name == "gate_up":
-            return lambda: moe_gemm.gate_up_gemm(call.x, self.gate_up, rows, top_k, plan.block_m, tile)
-        return lambda: moe_gemm.down_gemm(active, self.down, rows, call.weights, call.out, plan.block_m, tile)
+            return lambda: moe_gemm.gate_up_gemm(call.x, self.gate_up, rows, top_k, choice.block_m, tile)
+        return lambda: moe_gemm.down_gemm(active, self.down, rows, call.weights, call.out, choice.block_m, tile)
 
-    def seconds(self, calls: list[Callable[[], object]]) -> float:
-        def run() -> None:
-            for call in calls:
-                call()
+    def rule(self, num_tokens: int, dtype: torch.dtype) -> TileChoice:
+        """What is chosen for this dtype where the table of tiles has no entry."""
+        from nanovllm.ops.triton.common import capability
+        from nanovllm.ops.triton.moe_tiles import default_tiles
 
-        replay, _ = capture_graph(run, None)
-        return time_on_device(replay, self.device) / len(calls)
+        return default_tiles(num_tokens, replace(self.moe_shape(), dtype=dtype), capability(self.device.torch_device))
 
-    def plan_shape(self) -> Any:
+    def moe_shape(self) -> MoeShape:
         from nanovllm.ops.triton.moe_tiles import MoeShape
 
         return MoeShape(self.shape.hidden, self.shape.size, self.shape.top_k, self.dtype)
@@ -164,13 +170,13 @@ def measure_limits(device: Device, dtype: torch.dtype) -> dict[str, float]:
     return {"bytes_per_second": bandwidth, "flops": ceilings["matmul_flops"]}
 
 
-def measure_decode(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...] = DECODE_TOKENS) -> list[dict]:
+def measure_decode(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...] = DECODE_TOKENS) -> Rows:
     rows = []
     for num_tokens in tokens:
         for routing in ROUTINGS:
             calls = lab.calls(num_tokens, routing)
             distinct = sum(call.num_distinct for call in calls) / len(calls)
-            seconds = lab.seconds([lab.whole(call) for call in calls])
+            seconds = replay_seconds([lab.whole(call) for call in calls], lab.device)
             rate = distinct * lab.expert_bytes / seconds
             rows.append(
                 {
@@ -186,23 +192,23 @@ def measure_decode(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...
     return rows
 
 
-def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...] = PREFILL_TOKENS) -> list[dict]:
+def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ...] = PREFILL_TOKENS) -> Rows:
     """Our tiles and PyTorch's grouped product, whichever the table chooses; None where one cannot run here."""
-    from nanovllm.ops.triton.moe_tiles import TileChoice, choose_plan, default_plan
+    from nanovllm.ops.triton.moe_tiles import TileChoice, choose_tiles
 
     rows, where = [], lab.device.torch_device
     for num_tokens in tokens:
         call = lab.call(num_tokens, "uniform")
         flops = 2 * num_tokens * lab.shape.top_k * lab.shape.parameters
-        # Asked as fp16 the rule does not think of the grouped product, and its tiles are those of bf16.
-        tiles = default_plan(num_tokens, replace(lab.plan_shape(), dtype=torch.float16), lab.device.capability)
+        # For fp16 the rule leaves out the grouped product, and its tiles are those of bf16.
+        tiles = lab.rule(num_tokens, torch.float16)
         row = {
             "model": lab.shape.name,
             "tokens": num_tokens,
-            "chosen": choose_plan(num_tokens, lab.plan_shape(), where).kind,
+            "chosen": choose_tiles(num_tokens, lab.moe_shape(), where).kind,
         }
-        for name, plan in (("tiles", tiles), ("grouped", TileChoice("grouped", 128))):
-            seconds = try_seconds(lab, [lab.whole(call, plan)])
+        for name, choice in (("tiles", tiles), ("grouped", TileChoice("grouped", 128))):
+            seconds = try_seconds(lab, [lab.whole(call, choice)])
             rate = None if seconds is None else flops / seconds
             row |= {
                 f"{name}_seconds": seconds,
@@ -214,12 +220,12 @@ def measure_prefill(lab: MoeLab, limits: dict[str, float], tokens: tuple[int, ..
     return rows
 
 
-def try_seconds(lab: MoeLab, calls: list[Callable[[], object]]) -> float | None:
-    """None: this cut does not fit the card, or PyTorch's product does not know it."""
+def try_seconds(lab: MoeLab, calls: Calls) -> float | None:
+    """None: this cut does not fit the card, or PyTorch's product does not take it."""
     from triton.runtime.errors import OutOfResources
 
     try:
-        return lab.seconds(calls)
+        return replay_seconds(calls, lab.device)
     except (RuntimeError, NotImplementedError, OutOfResources):
         return None
 
@@ -243,150 +249,130 @@ def print_measured(found: dict[str, Any]) -> None:
         f"this card reads {limits['bytes_per_second'] / 1e12:.2f} TB/s and multiplies {limits['flops'] / 1e12:.0f} "
         f"TFLOP/s"
     )
-    columns = ["model", "tokens", "routing", "us", "experts touched", "GB/s of their weights", "of this card's"]
-    print_table("decode: one layer's experts", columns, [
-        [row["model"], row["tokens"], row["routing"], row["seconds"] * 1e6, row["distinct_experts"],
-         row["bytes_per_second"] / 1e9, f"{row['share_of_limit']:.0%}"] for row in found["decode"]
-    ])  # fmt: skip
-    columns = ["model", "tokens", "tiles us", "TFLOP/s", "of limit", "grouped us", "TFLOP/s", "of limit", "chosen"]
-    print_table("prefill: one layer's experts", columns, [
-        [row["model"], row["tokens"],
-         *(cell for name in ("tiles", "grouped") for cell in (
-             _cell(row[f"{name}_seconds"], 1e6), _cell(row[f"{name}_flops"], 1e-12), _percent(row[f"{name}_share"]))),
-         row["chosen"]] for row in found["prefill"]
-    ])  # fmt: skip
-
-
-def _cell(value: float | None, factor: float) -> float | str:
-    return "-" if value is None else value * factor
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+    columns: Columns = [("model", "model"), ("tokens", "tokens"), ("routing", "routing"), ("us", "seconds", 1e6)]
+    columns += [("experts touched", "distinct_experts"), ("GB/s of their weights", "bytes_per_second", 1e-9)]
+    columns += [("of this card's", "share_of_limit", "{:.0%}")]
+    print_rows("decode: one layer's experts", found["decode"], columns)
+    columns = [("model", "model"), ("tokens", "tokens")]
+    for name in ("tiles", "grouped"):
+        columns += [(f"{name} us", f"{name}_seconds", 1e6), ("TFLOP/s", f"{name}_flops", 1e-12)]
+        columns += [("of limit", f"{name}_share", "{:.0%}")]
+    print_rows("prefill: one layer's experts", found["prefill"], [*columns, ("chosen", "chosen")])
 
 
 # ---- tuning --------------------------------------------------------------------------------------------------------
 
 
-def candidates(num_tokens: int, shape: KernelShape) -> list[tuple[str, int, list, list]]:
-    """(kind, block_m, tiles of GEMM 1, tiles of GEMM 2) worth trying for so many tokens."""
+def candidates(num_tokens: int, shape: KernelShape) -> list[tuple[str, int, list[Tile]]]:
+    """(kind, block_m, tiles of each of the two products) worth trying for so many tokens."""
     from nanovllm.ops.triton.moe_tiles import Tile
 
-    found: list[tuple[str, int, list, list]] = []
+    found: list[tuple[str, int, list[Tile]]] = []
     if num_tokens <= 4:
-        blocks = [Tile(n, k, 1, 1) for n, k in ((1, 512), (1, 1024), (1, 2048), (2, 512), (2, 1024))]
-        found.append(("gemv", 1, blocks, blocks))
+        found.append(("gemv", 1, [Tile(n, k, 1, 1) for n, k in VECTOR_TILES]))
     mean = num_tokens * shape.top_k / shape.num_experts
     if num_tokens > 1:
-        small = [
-            Tile(n, k, 4, s)
-            for n, k, s in (
-                (16, 256, 4),
-                (32, 128, 4),
-                (32, 128, 5),
-                (32, 256, 3),
-                (64, 64, 4),
-                (64, 128, 3),
-                (64, 128, 4),
-            )
-        ]
-        large = [Tile(64, 64, 4, 4), Tile(64, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)]
+        small, large = [Tile(n, k, 4, stages) for n, k, stages in SMALL_TILES], [Tile(*tile) for tile in LARGE_TILES]
         for block_m in (16, 32, 64, 128):
             if block_m <= 16 or mean / 4 <= block_m <= 8 * mean:
-                found.append(("tiles", block_m, *([large, large] if block_m >= 64 else [small, small])))
+                found.append(("tiles", block_m, large if block_m >= 64 else small))
     if num_tokens >= 512:
-        found.append(("grouped", 128, [], []))
+        found.append(("grouped", 128, []))
     return found
 
 
-def tune(shapes: tuple[KernelShape, ...], device: Device, tokens: tuple[int, ...] = TUNED_TOKENS) -> list[dict]:
-    """Entries for the table of tiles, for `moe_tiles.write_table`: the best plan for each number of tokens.
+def tune(shapes: tuple[KernelShape, ...], device: Device, tokens: tuple[int, ...] = TUNED_TOKENS) -> Rows:
+    """Entries for the table of tiles, for `moe_tiles.write_table`: the best choice for each number of tokens.
 
-    A plan is judged by how its times compare with the rule's, averaged over two routings: every token draws its own
-    experts, all want the same. Judged by the first alone, 64 tokens of Mixtral got a block of 32 rows: 5 % faster
+    A choice is judged by how its times compare with the rule's, averaged over two routings: every token draws its own
+    experts, all choose the same. Judged by the first alone, 64 tokens of Mixtral got a block of 32 rows: 5 % faster
     there, 50 % slower where all meet (H200). The two products are timed apart, each with its own tile; they share
     BLOCK_M, as rows are sorted once.
     """
     from tqdm import tqdm
 
-    from nanovllm.ops.triton.moe_tiles import TileChoice, default_plan, entry_of
+    from nanovllm.ops.triton.moe_tiles import TileChoice, entry_of
 
     dtype, entries = device.resolve_dtype("auto", "bfloat16"), []
     for shape in shapes:
         lab = MoeLab(device, shape, dtype)
         for num_tokens in tqdm(tokens, desc=shape.name, unit="size", disable=None):
-            rule = default_plan(num_tokens, lab.plan_shape(), device.capability)
+            rule = lab.rule(num_tokens, dtype)
             judge = Judge(lab, num_tokens, rule)
             best = (WORTH, rule)
-            for kind, block_m, first, second in candidates(num_tokens, shape):
-                plan = TileChoice(kind, block_m)
-                for name, tiles in (("gate_up", first), ("down", second)):
-                    timed = [(judge.part(replace(plan, **{name: tile}), name), tile) for tile in tiles]
-                    if timed:
-                        plan = replace(plan, **{name: min(timed, key=lambda pair: pair[0])[1]})
-                best = min(best, (judge.whole(plan), plan), key=lambda pair: pair[0])
-            entries.append(entry_of(device.name, lab.plan_shape(), num_tokens, best[1]))
+            for kind, block_m, tiles in candidates(num_tokens, shape):
+                choice = TileChoice(kind, block_m)
+                for name in ("gate_up", "down") if tiles else ():
+                    timed = [(judge.part(with_tile(choice, name, tile), name), tile) for tile in tiles]
+                    choice = with_tile(choice, name, min(timed, key=lambda pair: pair[0])[1])
+                best = min(best, (judge.whole(choice), choice), key=lambda pair: pair[0])
+            entries.append(entry_of(device.name, lab.moe_shape(), num_tokens, best[1]))
             device.release_cached()
     return entries
 
 
-class Judge:
-    """Times of plans for so many tokens, as multiples of the rule's."""
+def with_tile(choice: TileChoice, name: str, tile: Tile) -> TileChoice:
+    return replace(choice, gate_up=tile) if name == "gate_up" else replace(choice, down=tile)
 
-    def __init__(self, lab: MoeLab, num_tokens: int, rule: Any) -> None:
+
+class Judge:
+    """Times of choices for so many tokens, as multiples of the rule's."""
+
+    def __init__(self, lab: MoeLab, num_tokens: int, rule: TileChoice) -> None:
         self._lab = lab
         routings = ROUTINGS if num_tokens <= MEETING_TOKENS else ROUTINGS[:1]
         self._calls = [lab.calls(num_tokens, routing) for routing in routings]
         times = [self._seconds([lab.whole(call, rule) for call in calls]) for calls in self._calls]
-        # A rule that does not fit this card: any plan that does is better.
+        # A rule that does not fit this card: any choice that does is better.
         self._rule = [seconds if seconds < float("inf") else 1.0 for seconds in times]
 
-    def whole(self, plan: Any) -> float:
-        return self._mean([[self._lab.whole(call, plan) for call in calls] for calls in self._calls])
+    def whole(self, choice: Any) -> float:
+        return self._mean([[self._lab.whole(call, choice) for call in calls] for calls in self._calls])
 
-    def part(self, plan: Any, name: str) -> float:
-        return self._mean([[self._lab.part(call, plan, name) for call in calls] for calls in self._calls])
+    def part(self, choice: Any, name: str) -> float:
+        return self._mean([[self._lab.part(call, choice, name) for call in calls] for calls in self._calls])
 
-    def _mean(self, calls: list[list[Callable[[], object]]]) -> float:
+    def _mean(self, calls: list[Calls]) -> float:
         return sum(self._seconds(some) / rule for some, rule in zip(calls, self._rule)) / len(self._rule)
 
-    def _seconds(self, calls: list[Callable[[], object]]) -> float:
+    def _seconds(self, calls: Calls) -> float:
         seconds = try_seconds(self._lab, calls)
         return float("inf") if seconds is None else seconds
 
 
 def tune_table(shapes: tuple[KernelShape, ...], device: Device, path: Path | None = None) -> list[dict[str, Any]]:
-    """Tunes, writes the table of tiles, and says what it now holds for these shapes: one row a number of tokens, with
-    the plan that stood there before (None: no entry, the rule decided)."""
+    """Tunes, writes the table of tiles, and returns what it now holds for these shapes: a row a number of tokens,
+    with the choice that stood there before (None: no entry, the rule decided)."""
     from nanovllm.ops.triton import moe_tiles
 
     path = path or moe_tiles.TABLE
-    before = {(key, tokens): plan for key, tokens, plan in moe_tiles.read_table(path)}
+    before = {(key, tokens): choice for key, tokens, choice in moe_tiles.read_table(path)}
     entries = tune(shapes, device)
     moe_tiles.write_table(path, entries)
-    moe_tiles._entries.cache_clear()  # what is measured next in this process uses the new entries
     names = {(shape.hidden, shape.size, shape.top_k): shape.name for shape in shapes}
     tuned = {(e["device"], e["hidden"], e["size"], e["top_k"], e["element_size"], e["max_tokens"]) for e in entries}
     return [
-        {"model": names[key[1:4]], "tokens": tokens, "plan": _spell(plan), "before": _spell(before.get((key, tokens)))}
-        for key, tokens, plan in moe_tiles.read_table(path)
+        {
+            "model": names[key[1:4]],
+            "tokens": tokens,
+            "plan": _spell(choice),
+            "before": _spell(before.get((key, tokens))),
+        }
+        for key, tokens, choice in moe_tiles.read_table(path)
         if (*key, tokens) in tuned
     ]
 
 
-def _spell(plan: Any) -> str | None:
-    if plan is None:
+def _spell(choice: Any) -> str | None:
+    if choice is None:
         return None
-    if plan.kind == "grouped":
+    if choice.kind == "grouped":
         return "grouped"
-    tiles = (f"{t.block_n}x{t.block_k} w{t.num_warps} s{t.num_stages}" for t in (plan.gate_up, plan.down))
-    return f"{plan.kind} m{plan.block_m}: {', '.join(tiles)}"
+    tiles = (f"{t.block_n}x{t.block_k} w{t.num_warps} s{t.num_stages}" for t in (choice.gate_up, choice.down))
+    return f"{choice.kind} m{choice.block_m}: {', '.join(tiles)}"
 
 
 def print_tuned(rows: list[dict[str, Any]]) -> None:
     changed = [row for row in rows if row["plan"] != row["before"]]
-    print_table(
-        f"table of tiles: {len(changed)} of {len(rows)} entries changed",
-        ["model", "tokens", "before", "now"],
-        [[row["model"], row["tokens"], row["before"] or "the rule", row["plan"]] for row in changed],
-    )
+    columns = [("model", "model"), ("tokens", "tokens"), ("before", "before"), ("now", "plan")]
+    print_rows(f"table of tiles: {len(changed)} of {len(rows)} entries changed", changed, columns, missing="the rule")

@@ -6,24 +6,22 @@
 
 The limit of a workload on a card: weights and KV read once per decode step at the card's read bandwidth, or its
 arithmetic at the card's matrix rate, whichever takes longer, added up over all steps. No engine can be faster, so the
-share of it says how much is left to win.
+share of it shows how much is left to win.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.throughput import run_workload
 from nanovllm.bench.workload import Lengths, Workload, make_workload
 from nanovllm.errors import ConfigError
 from nanovllm.memory.facts import ModelFacts
-from nanovllm.model_config import ModelConfig
-from nanovllm.moe.layer import MoeLayer
+from nanovllm.memory.scaling import head_bytes, weights_read, weights_used
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -55,57 +53,37 @@ def parse_workload(name: str, repeat: int = 0) -> tuple[Workload, bool]:
     return make_workload(rng, batch, Lengths(length, length), Lengths(new, new)), bool(found[1])
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Parameters that a step reads and multiplies by."""
-
-    dense: int
-    expert: int = 0  # one expert
-    num_layers: int = 0  # that have experts
-    num_experts: int = 0  # a layer
-    top_k: int = 0
-
-    @classmethod
-    def of(cls, model: ModelConfig, num_parameters: int) -> Weights:
-        if model.moe is None:
-            # Of an embedding table of its own only a few rows are read.
-            return cls(num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size))
-        facts, moe = ModelFacts(model, itemsize=1), model.moe
-        dense = facts.dense_bytes - facts.embedding_bytes
-        return cls(dense, facts.expert_bytes, facts.num_sparse_layers, moe.num_experts, moe.top_k)
-
-    def read(self, num_tokens: int) -> float:
-        """By a step of so many tokens. Experts: those that so many independent, even choices touch,
-        E (1 - (1 - k/E)^T); a router that prefers some touches fewer, which is why `experts_touched` stands beside."""
-        if not self.num_experts:
-            return self.dense
-        touched = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
-        return self.dense + self.num_layers * touched * self.expert
-
-    @property
-    def active(self) -> int:
-        """Multiplied by for every token."""
-        return self.dense + self.num_layers * self.top_k * self.expert
+def facts_of(engine: LLMEngine) -> ModelFacts:
+    """Of one rank, in 16 bits."""
+    config = engine.config
+    return ModelFacts(
+        engine.model_config, 2, num_ranks=config.tensor_parallel_size, expert_size=config.expert_parallel_size
+    )
 
 
-def limit_seconds(workload: Workload, model: ModelConfig, num_parameters: int, ceiling: Ceiling) -> float:
-    """The least time the workload can take on that card in 16 bits."""
-    weights, num = Weights.of(model, num_parameters), workload.num_prompt_tokens
-    prompts = max(2 * weights.active * num / ceiling.flops, 2 * weights.read(num) / ceiling.bytes_per_second)
-    return prompts + decode_limit_seconds(workload, model, num_parameters, ceiling)
+def limit_seconds(workload: Workload, model: ModelFacts, ceiling: Ceiling) -> float:
+    """The least time the workload can take on such cards. Experts: those that even routing touches; a router that
+    prefers some touches fewer, which is why `experts_touched` stands beside."""
+    num_tokens = workload.num_prompt_tokens
+    arithmetic = num_tokens * _flops_per_token(model) / ceiling.flops
+    prompts = max(arithmetic, weights_read(model, num_tokens) / ceiling.bytes_per_second)
+    return prompts + decode_limit_seconds(workload, model, ceiling)
 
 
-def decode_limit_seconds(workload: Workload, model: ModelConfig, num_parameters: int, ceiling: Ceiling) -> float:
+def decode_limit_seconds(workload: Workload, model: ModelFacts, ceiling: Ceiling) -> float:
     """The part of it after the prompts: each sequence's first new token comes with its prompt, the others here."""
-    weights = Weights.of(model, num_parameters)
-    per_token = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
     lens, news = [len(prompt) for prompt in workload.prompts], workload.output_lens
     total = 0.0
     for step in range(1, max(news)):
         live = [n + step for n, new in zip(lens, news) if new > step]
-        num_bytes = 2 * weights.read(len(live)) + per_token * sum(live)
-        total += max(num_bytes / ceiling.bytes_per_second, 2 * weights.active * len(live) / ceiling.flops)
+        num_bytes = weights_read(model, len(live)) + model.kv_bytes_per_token * sum(live)
+        total += max(num_bytes / ceiling.bytes_per_second, _flops_per_token(model) * len(live) / ceiling.flops)
     return total
+
+
+def _flops_per_token(model: ModelFacts) -> float:
+    """Of the weights alone; attention is left out."""
+    return 2 * (weights_used(model) + head_bytes(model)) / model.itemsize
 
 
 def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int) -> dict[str, Any]:
@@ -122,9 +100,9 @@ def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int)
         "spread": [min(rates[1:]), max(rates[1:])],
         "first_pass": rates[0],
     }
-    ceiling = CEILINGS.get(engine.executor.device.name)
+    ceiling = CEILINGS.get(engine.executor.probe().device.name)
     if ceiling is not None:
-        limit = tokens / limit_seconds(workload, engine.model_config, engine.executor.num_parameters, ceiling)
+        limit = tokens / limit_seconds(workload, facts_of(engine), ceiling)
         row |= {"limit": limit, "share_of_limit": row["tokens_per_second"] / limit}
     if engine.model_config.moe is not None and not is_prefill:
         row["experts_touched"] = count_touched(engine, workload, temperature)
@@ -137,28 +115,9 @@ PROBE_TOKENS = 9
 def count_touched(engine: LLMEngine, workload: Workload, temperature: float) -> float | None:
     """Distinct experts of a layer that one decode step of this many sequences touches, over the first few steps: with
     made-up weights far fewer than with a trained model's, and the fewer, the less is read. Measured apart from the
-    clock, kernel by kernel, because a captured step tells nobody."""
-    runner = engine.executor.runner
-    layers = [module for module in runner.model.modules() if isinstance(module, MoeLayer)]
-    seen: list[int] = []
-
-    def counting(route: Any) -> Any:
-        def call(*args: Any) -> Any:
-            ids, weights = route(*args)
-            if len(ids) <= len(workload.prompts):
-                seen.append(len(ids.unique()))
-            return ids, weights
-
-        return call
-
-    kept = [layer.ops for layer in layers]
-    try:
-        for layer, ops in zip(layers, kept):
-            layer.ops = replace(ops, route=counting(ops.route))
-        short = [min(new, PROBE_TOKENS) for new in workload.output_lens]
-        with getattr(runner, "uncaptured", contextlib.nullcontext)():
-            run_workload(engine, Workload(workload.prompts, short), temperature)
-    finally:
-        for layer, ops in zip(layers, kept):
-            layer.ops = ops
-    return statistics.mean(seen) if seen else None
+    clock, because nothing is captured meanwhile. None where the model is in other processes."""
+    short = [min(new, PROBE_TOKENS) for new in workload.output_lens]
+    with engine.executor.probe().routes() as routes:
+        run_workload(engine, Workload(workload.prompts, short), temperature)
+    touched = [route.num_distinct for route in routes if route.num_tokens <= len(workload.prompts)]
+    return statistics.mean(touched) if touched else None

@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table for people, then one line of JSON for tools that says where and when.
+"""What every benchmark prints: a table for people, then one line of JSON for tools, with place and date.
 
 No torch here: versions come from the installed packages' metadata.
 """
@@ -9,15 +9,11 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from nanovllm import __version__
 from nanovllm.errors import ConfigError
@@ -27,6 +23,8 @@ PICTURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}  # and how su
 
 
 def versions() -> dict[str, str | None]:
+    from importlib import metadata  # slow, and `nanovllm --help` must be instant
+
     found: dict[str, str | None] = {"nanovllm": __version__, "python": platform.python_version()}
     for package in ("torch", "triton", "transformers", "uvloop", "httptools"):
         try:
@@ -55,6 +53,9 @@ def _cell(value: Any) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
@@ -62,6 +63,35 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
         table.add_row(*map(_cell, row))
     # Into a pipe or a file there is no window to fit into, and 80 columns would break words.
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
+
+
+Columns = list[tuple[Any, ...]]
+
+
+def print_rows(title: str, rows: Iterable[Mapping[str, Any]], columns: Columns, missing: str = "-") -> None:
+    """Columns: (heading, key) or (heading, key, how to show it: a factor or a format). "a.b" is a key of a key's
+    value; a key may be a function of the row too. `missing` stands for None."""
+
+    def cell(row: Mapping[str, Any], key: Any, how: Any = None) -> Any:
+        value: Any = key(row) if callable(key) else row
+        for part in () if callable(key) else key.split("."):
+            value = value[part]
+        if value is None:
+            return missing
+        return how.format(value) if isinstance(how, str) else value if how is None else value * how
+
+    cells = [[cell(row, *column[1:]) for column in columns] for row in rows]
+    print_table(title, [column[0] for column in columns], cells)
+
+
+def print_values(title: str, values: Mapping[str, Any]) -> None:
+    print_table(title, ["", "value"], [[name.replace("_", " "), value] for name, value in values.items()])
+
+
+def print_milliseconds(title: str, summaries: Mapping[str, Mapping[str, float]]) -> None:
+    columns = ("mean", "p50", "p99", "max")
+    rows = [[name, *(found[column] * 1000 for column in columns)] for name, found in summaries.items()]
+    print_table(title, ["", *columns], rows)
 
 
 def finish(report: dict[str, Any], save: bool) -> None:
@@ -78,7 +108,7 @@ def finish(report: dict[str, Any], save: bool) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the two nearest ranks."""
+    """By linear interpolation between the two nearest values."""
     assert values
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100

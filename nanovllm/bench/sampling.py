@@ -15,7 +15,7 @@ from nanovllm.bench.workload import Workload
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
 
-Asks = Callable[[int], dict[str, Any]]
+ParamsOf = Callable[[int], dict[str, Any]]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}, "minItems": 200}},
@@ -27,11 +27,11 @@ SCHEMA = {
 class Case:
     title: str
     workload: str
-    asks: Asks
+    params_of: ParamsOf
     num_sequences: int | None = None  # of the workload; None = all
 
 
-def _all(**params: Any) -> Asks:
+def _all(**params: Any) -> ParamsOf:
     return lambda _: params
 
 
@@ -57,13 +57,13 @@ def measure_case(engine: LLMEngine, case: Case, repeat: int) -> dict[str, Any]:
     """Plain and not, in turn, after one run of each to warm up; medians, and the median of the ratios of pairs."""
     rates: dict[str, list[float]] = {"plain": [], "asked": []}
     for turn in range(repeat + 1):
-        for kind, asks in (("plain", _all()), ("asked", case.asks)):
+        for kind, params_of in (("plain", _all()), ("asked", case.params_of)):
             workload, _ = parse_workload(case.workload, 2 * turn + (kind == "asked"))
             if case.num_sequences is not None:
                 count = case.num_sequences
                 workload = Workload(workload.prompts[:count], workload.output_lens[:count])
             title = f"{case.title}, {kind}, run {turn} of {repeat}" if turn else "warming up"
-            run = run_workload(engine, workload, 0.6, title, asks)
+            run = run_workload(engine, workload, 0.6, title, params_of)
             if turn:
                 rates[kind].append(run.output_rate)
     shares = [asked / plain for plain, asked in zip(rates["plain"], rates["asked"])]

@@ -1,9 +1,9 @@
 """Measure a server over HTTP, as its clients see it; any server that speaks OpenAI's /v1/completions.
 
 Open loop: requests leave at times drawn beforehand, whatever the server does, as strangers' requests do. (A closed
-loop, where each client waits for its answer before it asks again, slows down with the server and hides how long people
-would have waited.) Times count from when a request should have left, and `send_delay` says how late it really did: if
-that is not small, this client was the bottleneck.
+loop, where each client waits for its answer before its next request, slows down with the server and hides how long
+people would have waited.) Times count from when a request should have left, and `send_delay` is how late it really did:
+if that is not small, this client was the bottleneck.
 
     TTFT  to the first event with text        TPOT  mean time per token after the first
     ITL   between two events of a stream      E2E   to the last
@@ -12,8 +12,8 @@ that is not small, this client was the bottleneck.
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench.report import percentile, summary
+from nanovllm.bench.report import percentile, print_milliseconds, summary
 from nanovllm.bench.workload import LARGEST_TOKEN, Lengths
 from nanovllm.errors import ConfigError
 
@@ -30,21 +30,45 @@ TIMES = ("ttft", "tpot", "itl", "e2e")
 
 @dataclass(frozen=True)
 class Load:
-    """What to send, before random numbers are drawn."""
+    """The server, and what to send to it, before random numbers are drawn."""
 
-    num_requests: int
-    rate: float  # a second
-    arrivals: str  # poisson or fixed
-    input_len: Lengths
-    output_len: Lengths
+    url: str = "http://127.0.0.1:8000"
+    model: str | None = None
+    num_requests: int = 64
+    rate: float = 4.0
+    arrivals: str = "poisson"
+    input_len: str = "64..256"
+    output_len: str = "64"
     prefix_len: int = 0
     num_prefixes: int = 1
     vocab_size: int = LARGEST_TOKEN + 1
-    text: Path | None = None
+    text: str | None = None
+    ignore_eos: bool = True
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    slo_itl_ms: float | None = None
+    slo_e2e_ms: float | None = None
+    timeout: float = 600.0
+    seed: int = 0
 
-    def send_times(self, rng: random.Random) -> list[float]:
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "rate", "num_prefixes", "vocab_size", "timeout"):
+            if not 0 < getattr(self, name) < 1e12:  # NaN fails too
+                raise ConfigError(f"{name}={getattr(self, name)}: must be a positive number")
+        if self.prefix_len < 0:
+            raise ConfigError(f"prefix_len={self.prefix_len}: must be 0 or more")
         if self.arrivals not in ("poisson", "fixed"):
             raise ConfigError(f"arrivals={self.arrivals!r}: must be poisson or fixed")
+        for text in (self.input_len, self.output_len):
+            Lengths.parse(text)
+
+    @property
+    def slo(self) -> dict[str, float]:
+        """Limits in seconds by name of TIMES."""
+        limits = {name: getattr(self, f"slo_{name}_ms") for name in TIMES}
+        return {name: limit / 1000 for name, limit in limits.items() if limit is not None}
+
+    def send_times(self, rng: random.Random) -> list[float]:
         now, times = 0.0, []
         for _ in range(self.num_requests):
             times.append(now)
@@ -54,10 +78,11 @@ class Load:
     def prompts(self, rng: random.Random) -> list[Any]:
         """Token ids, or with `text` so many words of that file. Each begins with one of num_prefixes shared ones."""
         draw = self._words(rng) if self.text is not None else self._token_ids(rng)
+        input_len = Lengths.parse(self.input_len)
         prefixes = [draw(self.prefix_len) for _ in range(self.num_prefixes)]
         found = []
         for _ in range(self.num_requests):
-            words = rng.choice(prefixes) + draw(self.input_len.draw(rng))
+            words = rng.choice(prefixes) + draw(input_len.draw(rng))
             found.append(" ".join(words) if self.text is not None else words)
         return found
 
@@ -67,7 +92,7 @@ class Load:
     def _words(self, rng: random.Random) -> Any:
         assert self.text is not None
         try:
-            words = self.text.read_text(encoding="utf-8").split()
+            words = Path(self.text).read_text(encoding="utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--text {self.text}: cannot be read: {error}") from None
         if not words:
@@ -107,29 +132,24 @@ class Seen:
 @dataclass(frozen=True)
 class ServerUnderTest:
     url: str
-    model: str
-    api_key: str | None = None
-    ignore_eos: bool = True
-    timeout: float = 600.0
+    headers: dict[str, str]
+    body: dict[str, Any]  # of every request
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+    @classmethod
+    def of(cls, load: Load) -> ServerUnderTest:
+        """With the model that it lists first, if the load names none. A key is read from OPENAI_API_KEY."""
+        url, key = load.url.rstrip("/").removesuffix("/v1"), os.environ.get("OPENAI_API_KEY")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        body = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"ignore_eos": True} if load.ignore_eos else {}
+        return cls(url, headers, {"model": load.model or find_model(url, headers), **body})
 
 
-async def ask(client: Any, server: ServerUnderTest, prompt: Any, num_tokens: int, seed: int) -> tuple[list[float], Any]:
+async def send_request(
+    client: Any, server: ServerUnderTest, prompt: Any, num_tokens: int, seed: int
+) -> tuple[list[float], Any]:
     """(when each event with text came, usage). Raises on anything but a whole stream."""
-    body = {
-        "model": server.model,
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "seed": seed,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if server.ignore_eos:
-        body["ignore_eos"] = True
+    body = {**server.body, "prompt": prompt, "max_tokens": num_tokens, "seed": seed}
     came, usage, done = [], None, False
     async with client.stream("POST", f"{server.url}/v1/completions", json=body, headers=server.headers) as answer:
         if answer.status_code != 200:
@@ -154,10 +174,12 @@ async def ask(client: Any, server: ServerUnderTest, prompt: Any, num_tokens: int
 
 
 async def _send_at(client: Any, server: ServerUnderTest, at: float, prompt: Any, num_tokens: int, seed: int) -> Seen:
+    import asyncio
+
     await asyncio.sleep(max(0.0, at - time.perf_counter()))
     seen = Seen(send_delay=time.perf_counter() - at)
     try:
-        came, usage = await ask(client, server, prompt, num_tokens, seed)
+        came, usage = await send_request(client, server, prompt, num_tokens, seed)
     except Exception as error:
         seen.error = f"{type(error).__name__}: {error}"[:200]
         return seen
@@ -168,17 +190,19 @@ async def _send_at(client: Any, server: ServerUnderTest, at: float, prompt: Any,
     return seen
 
 
-async def _run(server: ServerUnderTest, load: Load, seed: int) -> tuple[list[Seen], float]:
+async def _run(server: ServerUnderTest, load: Load) -> tuple[list[Seen], float]:
     import httpx
     from tqdm.asyncio import tqdm
 
-    rng = random.Random(seed)
+    seed, rng, output_len = load.seed, random.Random(load.seed), Lengths.parse(load.output_len)
     prompts = load.prompts(rng)
-    lens = [load.output_len.draw(rng) for _ in prompts]
+    lens = [output_len.draw(rng) for _ in prompts]
     times = load.send_times(rng)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=server.timeout) as client:
-        await ask(client, server, prompts[0], 2, seed)  # connects, warms up, and fails at once if anything is wrong
+    async with httpx.AsyncClient(limits=limits, timeout=load.timeout) as client:
+        await send_request(
+            client, server, prompts[0], 2, seed
+        )  # connects, warms up, and fails at once if anything is wrong
         start = time.perf_counter() + 0.05
         work = [
             _send_at(client, server, start + at, prompt, count, seed + number)
@@ -188,10 +212,9 @@ async def _run(server: ServerUnderTest, load: Load, seed: int) -> tuple[list[See
         return list(seen), time.perf_counter() - start
 
 
-def find_model(url: str, api_key: str | None) -> str:
+def find_model(url: str, headers: dict[str, str]) -> str:
     import httpx
 
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=10)
         answer.raise_for_status()
@@ -200,10 +223,13 @@ def find_model(url: str, api_key: str | None) -> str:
         raise ConfigError(f"--url {url}: no list of models there ({error}); is a server running?") from None
 
 
-def measure(server: ServerUnderTest, load: Load, seed: int, slo: dict[str, float]) -> tuple[dict[str, Any], list[Seen]]:
-    """`slo`: limits in seconds by name of TIMES; a request's own mean must stay within (ITL: its 99th percentile)."""
+def measure(server: ServerUnderTest, load: Load) -> tuple[dict[str, Any], list[Seen]]:
+    """Of `load.slo` a request's own mean must stay within (ITL: its 99th percentile)."""
+    import asyncio
+
+    slo = load.slo
     try:
-        seen, seconds = asyncio.run(_run(server, load, seed))
+        seen, seconds = asyncio.run(_run(server, load))
     except ConnectionError as error:
         raise ConfigError(f"--url {server.url}: the first request failed: {error}") from None
     good = [one for one in seen if one.error is None]
@@ -243,3 +269,18 @@ def distributions(good: list[Seen]) -> dict[str, list[tuple[float, float]]]:
             step = max(1, len(values) // 500)
             curves[name.upper()] = [(values[i], (i + 1) / len(values)) for i in range(0, len(values), step)]
     return curves
+
+
+def print_measured(found: dict[str, Any]) -> None:
+    shown = {name.upper(): found[name] for name in TIMES if found[name]}
+    print_milliseconds("milliseconds", {**shown, "late to leave": found["send_delay"]})
+    print(
+        f"{found['completed']} answered, {found['failed']} failed in {found['seconds']:.1f} s: "
+        f"{found['requests_per_second']:.2f} requests/s, "
+        f"{found['output_tokens_per_second']:.1f} output tokens/s"
+    )
+    for error, count in found["errors"].items():
+        print(f"  {count} x {error}")
+    if "goodput" in found:
+        goodput = found["goodput"]
+        print(f"goodput: {goodput['requests_per_second']:.2f} requests/s, {goodput['share']:.0%} of all sent")

@@ -1,7 +1,7 @@
-"""The tables of the READMEs, made from the JSON files under benchmarks/results/: `nanovllm bench tables`.
+"""The tables of docs/benchmarks.md, made from the JSON files under benchmarks/results/: `nanovllm bench tables`.
 
 A table stands between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; what is between is replaced. A figure that is
-not in a result file cannot get into a README this way.
+not in a result file cannot get onto that page this way.
 """
 
 from __future__ import annotations
@@ -14,29 +14,21 @@ from typing import Any
 from nanovllm.errors import ConfigError
 
 Words = dict[str, str]
-ENGLISH: Words = {
-    "workload": "workload",
-    "ours": "nano-vLLM tok/s",
-    "limit": "limit of the card",
-    "share": "share of it",
-    "ratio": "ratio",
-    "equal": "equal tokens",
-    "slots": "KV slots per token held",
-    "measured": "Measured on",
-    "hf": "Hugging Face tok/s",
+WORDS = {  # English, Chinese
+    "workload": ("workload", "负载"),
+    "ours": ("nano-vLLM tok/s", "nano-vLLM tok/s"),
+    "limit": ("limit of the card", "该卡的极限"),
+    "share": ("share of it", "占极限"),
+    "ratio": ("ratio", "倍数"),
+    "equal": ("equal tokens", "token 一致"),
+    "slots": ("KV slots per token held", "每个 token 占用的 KV 槽位"),
+    "measured": ("Measured on", "测于"),
+    "hf": ("Hugging Face tok/s", "Hugging Face tok/s"),
 }
-CHINESE: Words = {
-    "workload": "负载",
-    "ours": "nano-vLLM tok/s",
-    "limit": "该卡的极限",
-    "share": "占极限",
-    "ratio": "倍数",
-    "equal": "token 一致",
-    "slots": "每个 token 占用的 KV 槽位",
-    "measured": "测于",
-    "hf": "Hugging Face tok/s",
+PAGES = {
+    page: {name: words[language] for name, words in WORDS.items()}
+    for language, page in enumerate(("docs/benchmarks.md", "docs/benchmarks.zh-CN.md"))
 }
-PAGES = {"docs/benchmarks.md": ENGLISH, "docs/benchmarks.zh-CN.md": CHINESE}
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -76,7 +68,7 @@ def cpu_table(results: list[dict[str, Any]], words: Words) -> str | None:
 
 def _is_offloaded(report: dict[str, Any]) -> bool:
     """Bound by the link, not by the card: docs/moe.md has those."""
-    return report["engine"].get("experts", {}).get("placement") == "offload"
+    return bool(report["engine"].get("experts", {}).get("placement") == "offload")
 
 
 def gpu_tables(results: list[dict[str, Any]], words: Words) -> str | None:
@@ -115,7 +107,8 @@ def fill(page: Path, results: list[dict[str, Any]], words: Words) -> list[str]:
             continue
         if not pattern.search(text):
             raise ConfigError(f"{page}: no place for this table; add <!-- bench:{name} --> and <!-- /bench:{name} -->")
-        text = pattern.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
+        [place] = pattern.finditer(text)
+        text = f"{text[: place.end(1)]}{table}\n{text[place.start(2) :]}"
         done.append(name)
     page.write_text(text, encoding="utf-8")
     return done

@@ -5,6 +5,7 @@ Each repeat draws fresh prompts, so nothing that is timed was left in the prefix
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from tqdm import tqdm
 
 from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
 from nanovllm.errors import EngineDeadError
+from nanovllm.model_config import ModelConfig
+from nanovllm.outputs import RequestDelta
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,19 +44,20 @@ def run_workload(
     workload: Workload,
     temperature: float,
     title: str = "measuring",
-    asks: Callable[[int], dict[str, Any]] = lambda _: {},
+    params_of: Callable[[int], dict[str, Any]] = lambda _: {},
 ) -> Run:
-    """On a terminal `title` and a bar of its tokens are shown, drawn at most ten times a second. `asks`: what else the
-    SamplingParams of the request of this number say."""
+    """On a terminal `title` and a bar of its tokens are shown, drawn at most ten times a second. `params_of`: other
+    SamplingParams of the request of this number."""
     stats = engine.stats
     stats.peak_blocks, stats.peak_waste = 0, 1.0
     prefill_before = stats.prefill_seconds
-    generated_before, done = stats.generated_tokens, {}
+    generated_before = stats.generated_tokens
+    done: dict[str, RequestDelta] = {}
     with tqdm(total=workload.num_output_tokens, desc=title, unit="tok", disable=None, leave=False) as bar:
         started = time.perf_counter()
         for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens)):
-            asked = {"temperature": temperature, "max_tokens": length, "ignore_eos": True, **asks(index)}
-            params = SamplingParams(**asked)
+            given = {"temperature": temperature, "max_tokens": length, "ignore_eos": True, **params_of(index)}
+            params = SamplingParams(**given)
             engine.add_request(f"bench-{index}", {"prompt_token_ids": prompt}, params, final_only=True)
         while engine.has_unfinished_requests():
             done.update((delta.request_id, delta) for delta in engine.step())
@@ -106,8 +110,17 @@ def measure(engine: LLMEngine, shape: WorkloadShape, temperature: float, seed: i
     }
 
 
+def read_config(name: str) -> ModelConfig:
+    """Of a model that is not loaded."""
+    from nanovllm.weights.checkpoint import open_checkpoint
+    from nanovllm.weights.resolve import resolve_model
+
+    with contextlib.closing(open_checkpoint(resolve_model(name))) as checkpoint:
+        return ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+
+
 def engine_facts(engine: LLMEngine) -> dict[str, Any]:
-    """For the report: what really ran, not what was asked for."""
+    """For the report: what really ran, whatever the options were."""
     facts = engine.describe()
     runs_on = facts.pop("runs_on")
     hardware = f"{runs_on.pop('device')}, {runs_on.pop('architecture')}"

@@ -16,6 +16,16 @@ from nanovllm.errors import ConfigError
 LARGEST_TOKEN = 10_000  # of the family's bench; random ids far up in a vocabulary hit rarely trained rows
 
 
+def parse_counts(option: str, text: str, smallest: int) -> list[int]:
+    try:
+        values = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} {text!r}: write numbers with commas between them, for example 1,8,64") from None
+    if min(values) < smallest:
+        raise ConfigError(f"{option} {text!r}: must be at least {smallest} each")
+    return values
+
+
 @dataclass(frozen=True)
 class Lengths:
     low: int

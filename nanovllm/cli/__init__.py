@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.bench_sampling import bench_sampling
-from nanovllm.cli.bench_serve import bench_serve
 from nanovllm.cli.benches import bench
 from nanovllm.cli.compress import compress
 from nanovllm.cli.options import ENGINE, SAMPLING, Command, with_options
-from nanovllm.cli.plan import PLAN, PlanOptions, make_plan, plan_record, show_plan
+from nanovllm.cli.plan import PLAN, estimate_record, make_estimate, show_estimate
 from nanovllm.cli.serve import serve
 from nanovllm.cli.stream import InOrder, SpeedMeter, encode, note, run_requests
 from nanovllm.cli.trace import trace
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ModelError, NanoVLLMError, RequestError
+from nanovllm.memory.options import PlanOptions
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -46,8 +45,6 @@ app.add_typer(bench)
 app.add_typer(compress, short_help="Low-rank experts: a smaller mixture of experts.")
 app.add_typer(trace)
 app.command()(serve)
-bench.command(name="serve")(bench_serve)
-bench.command(name="sampling")(bench_sampling)
 
 
 def print_version(wanted: bool) -> None:
@@ -154,7 +151,7 @@ def info(
 @with_options(options=PLAN)
 def plan_command(
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Also write the plan as JSON (- = only that).")
+        str | None, typer.Option("--json", metavar="FILE", help="Also write it as JSON (- = only that).")
     ] = None,
     *,
     options: PlanOptions,
@@ -166,16 +163,16 @@ def plan_command(
         from nanovllm.bench.report import check_file
 
         check_file("--json", Path(json_file), b'{"model": ')
-    plan = make_plan(options)
+    estimate = make_estimate(options)
     if json_file != "-":
-        show_plan(plan)
+        show_estimate(estimate)
     if json_file is not None:
-        text = json.dumps(plan_record(plan))
+        text = json.dumps(estimate_record(estimate))
         try:
             print(text) if json_file == "-" else Path(json_file).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise RequestError(f"--json {json_file}: cannot be written: {error}") from None
-    if not plan.runs and not options.table:
+    if estimate.tiers is None and not options.table:
         raise typer.Exit(1)
 
 
@@ -203,10 +200,10 @@ def read_text(file: str) -> str:
 
 def read_stdin() -> str:
     """Decoded in one piece: Python reads it in several, and counts from the beginning of each where it is wrong."""
-    buffer = getattr(sys.stdin, "buffer", None)
+    buffer: Any = getattr(sys.stdin, "buffer", None)
     if buffer is None:  # some other object, put there by a program
         return sys.stdin.read()
-    text = buffer.read().decode(sys.stdin.encoding or "utf-8")
+    text: str = buffer.read().decode(sys.stdin.encoding or "utf-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -276,7 +273,7 @@ def as_record(output: RequestOutput) -> dict[str, Any]:
     return record
 
 
-for commands in (app, *(group.typer_instance for group in app.registered_groups)):
+for commands in (app, bench, compress, trace):
     for registered in commands.registered_commands:
         registered.cls = Command
 

@@ -6,13 +6,16 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nanovllm.cli.options import OptionGroup, with_options
 from nanovllm.errors import ConfigError
-from nanovllm.lowrank.compress.options import DEFAULT_RANK, Options, Swept
+from nanovllm.lowrank.compress.options import DEFAULT_SVD_RANK, Options, Swept
+
+if TYPE_CHECKING:
+    from nanovllm.lowrank.format import SvdMetadata
 
 compress = typer.Typer(
     name="compress",
@@ -22,11 +25,8 @@ compress = typer.Typer(
 
 ModelPath = Annotated[Path, typer.Option(help="The model's folder (or .gguf file).")]
 CalibPath = Annotated[Path, typer.Option(help="A folder made by `calibrate`.")]
-Rank = Annotated[int, typer.Option(help="Directions kept on the hidden side. Of 4,096, 256 keeps 7 %: expect ruin.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto = that of the model.")]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or a GPU.")]
 OutputDir = Annotated[Path | None, typer.Option(help="Default: svd_experts in the model's folder, where it is found.")]
-W2Mode = Annotated[str, typer.Option("--w2-mode", help="Side of w2's U: input or output (auto).")]
 TextFile = Annotated[Path, typer.Option(help="Plain text that nothing was fitted to.")]
 
 FITTING = OptionGroup(
@@ -35,10 +35,10 @@ FITTING = OptionGroup(
     build=lambda values: Options(**values),
     skipped=frozenset({"method"}),
     help={
-        "rank": f"Directions kept on the hidden side, by default {DEFAULT_RANK}. Of 4,096, 256 keeps 7 %: expect ruin.",
+        "rank": f"Directions kept on the hidden side, by default {DEFAULT_SVD_RANK}. Of 4,096, 256 keeps 7 %: expect "
+        "ruin.",
         "target_ratio": "Instead of --rank: most of the experts' bytes to keep, U included; ranks by predicted loss.",
-        "mode": "shared: one U a layer; private: one U an expert, at equal bytes.",
-        "w2_mode": "Side of w2's U: input, output, or auto = the better on held-out rows.",
+        "w2_mode": "Side of w2's U: input, output, or auto = the better on held-out rows (pca: output).",
         "ridge": "Pull of V toward its data-free value.",
         "dtype": "float32, bfloat16, float16, or auto = that of the model.",
         "chunk": "Windows computed at a time; less needs less memory.",
@@ -46,6 +46,12 @@ FITTING = OptionGroup(
         "pca_oversample": "Extra directions of the subspace iteration for w2.",
         "refine_steps": "Steps of gradient refinement against the teacher's outputs.",
     },
+)
+PCA = replace(
+    FITTING,
+    build=lambda values: Options("pca", **values),
+    defaults={"rank": DEFAULT_SVD_RANK},
+    skipped=frozenset(FITTING.help) - {"rank", "dtype", "w2_mode"} | {"method"},
 )
 SWEEP = OptionGroup(
     title="Sweep",
@@ -66,20 +72,28 @@ def _check_device(device: str) -> None:
         raise ConfigError(f"--device {device!r}: must be one of {', '.join(DEVICES)}")
 
 
-@compress.command()
-def pca(
-    model_path: ModelPath,
-    rank: Rank = DEFAULT_RANK,
-    dtype: Dtype = "auto",
-    device: DeviceName = "auto",
-    output_dir: OutputDir = None,
-    w2_mode: W2Mode = "auto",
+def _compress(
+    model_path: Path, calib_path: Path | None, output_dir: Path | None, options: Options, device: str
 ) -> None:
-    """Low-rank experts from the weights alone: quick, needs no text, and loses most."""
     _check_device(device)
     from nanovllm.lowrank.compress.distill import compress as run
 
-    show(run(model_path, None, output_dir, Options("pca", rank, dtype=dtype, w2_mode=w2_mode), device))
+    _show(run(model_path, calib_path, output_dir, options, device))
+
+
+def _show(metadata: SvdMetadata) -> None:
+    errors = [found["layer"] for found in metadata.heldout_errors.values() if found["layer"] is not None]
+    line = f"done: {metadata.kept:.1%} of the experts' bytes kept, U included"
+    if errors:
+        line += f"; error of a layer's output on held-out text {min(errors):.3f} to {max(errors):.3f}"
+    print(line)
+
+
+@compress.command()
+@with_options(options=PCA)
+def pca(model_path: ModelPath, device: DeviceName = "auto", output_dir: OutputDir = None, *, options: Options) -> None:
+    """Low-rank experts from the weights alone: quick, needs no text, and loses most."""
+    _compress(model_path, None, output_dir, options, device)
 
 
 @compress.command()
@@ -97,11 +111,10 @@ def calibrate(
 ) -> None:
     """Record what the experts of a model see."""
     _check_device(device)
-    from nanovllm.lowrank.compress.calibrate import Source, collect
-    from nanovllm.lowrank.compress.text import Writing
+    from nanovllm.lowrank.compress.calibrate import collect
+    from nanovllm.lowrank.compress.text import Source
 
-    source = Source(text, num_prompts, Writing(max_new_tokens, temperature))
-    found = collect(model_path, out, source, cap_per_group, device)
+    found = collect(model_path, out, Source(text, num_prompts, max_new_tokens, temperature), cap_per_group, device)
     counts = [count for of_layer in found.facts["counts"].values() for count in of_layer]
     print(
         f"{out}: {found.facts['num_tokens']} tokens in {len(found.windows)} windows; an expert saw {min(counts)} to "
@@ -120,10 +133,7 @@ def distill(
     options: Options,
 ) -> None:
     """Low-rank experts fitted to what they see: layer by layer, resumable, written beside and then put in place."""
-    _check_device(device)
-    from nanovllm.lowrank.compress.distill import compress as run
-
-    show(run(model_path, calib_path, output_dir, options, device))
+    _compress(model_path, calib_path, output_dir, options, device)
 
 
 @compress.command()
@@ -142,52 +152,25 @@ def report(
     """Measure a sweep of ranks: KL to the teacher, perplexity, agreement, errors of each expert, bytes, tok/s here."""
     _check_device(device)
     from nanovllm.bench import report as page
-    from nanovllm.lowrank.compress.report import COLUMNS, LOGARITHMIC, RankSweep, lines, summary, sweep
+    from nanovllm.lowrank.compress.report import COLUMNS, LOGARITHMIC, sweep
 
     page.check_plot(plot)
     if json_file:
         page.check_file("--json", json_file, b'{\n "benchmark": "compress"')
-    plan = RankSweep(text, parse_ranks(swept.ranks, model_path), options, device, swept.speed_tokens)
     with tempfile.TemporaryDirectory() as scratch:
-        findings = sweep(model_path, calib_path, plan, Path(scratch))
+        findings = sweep(model_path, calib_path, text, swept, options, device, Path(scratch))
     page.print_table(f"low-rank experts of {model_path.name}", COLUMNS, findings.rows())
-    print(summary(findings.points))
-    if findings.teacher_speed:
-        speed = findings.teacher_speed
+    print(findings.summary())
+    speed = findings.teacher_speed
+    if speed:
         print(f"tok/s: one sequence of {speed.num_tokens} tokens through the engine on {speed.device}, {speed.dtype}")
     if plot:
-        page.plot_lines(plot, "experts' bytes kept, %", lines(findings.points), log_x=False, log_y=LOGARITHMIC)
-    where = findings.teacher_speed.device if findings.teacher_speed else None
-    found = page.make_report("compress", hardware=where, model=model_path.name, **findings.record())
+        page.plot_lines(plot, "experts' bytes kept, %", findings.lines(), log_x=False, log_y=LOGARITHMIC)
+    hardware = speed.device if speed else None
+    found = page.make_report("compress", hardware=hardware, model=model_path.name, **findings.record())
     if json_file:
         try:
             json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {json_file}: cannot be written: {error}") from None
     page.finish(found, save=False)
-
-
-def parse_ranks(text: str, model_path: Path) -> list[int]:
-    """Default: a quarter, half and three quarters of the hidden size."""
-    if not text:
-        from nanovllm.weights.checkpoint import open_checkpoint
-
-        checkpoint = open_checkpoint(model_path)
-        hidden = int(checkpoint.config.get("hidden_size") or 4)
-        checkpoint.close()
-        return [max(1, hidden * quarters // 4) for quarters in (1, 2, 3)]
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--ranks {text!r}: write numbers with commas, such as 32,64,96") from None
-
-
-def show(metadata: object) -> None:
-    from nanovllm.lowrank.folder import SvdMetadata
-
-    assert isinstance(metadata, SvdMetadata)
-    errors = [found["layer"] for found in metadata.heldout_errors.values() if found["layer"] is not None]
-    line = f"done: {metadata.kept:.1%} of the experts' bytes kept, U included"
-    if errors:
-        line += f"; error of a layer's output on held-out text {min(errors):.3f} to {max(errors):.3f}"
-    print(line)

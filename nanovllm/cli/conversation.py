@@ -25,11 +25,11 @@ Ctrl-C stops an answer; anything else you type is sent to the model."""
 
 class Chat:
     def __init__(self, engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
-        if not getattr(engine.tokenizer, "chat_template", None):
+        if engine.tokenizer is None or not getattr(engine.tokenizer, "chat_template", None):
             raise RequestError("this model has no chat template: use `nanovllm generate`")
         if params.n != 1:
             raise RequestError(f"n={params.n}: a conversation has one answer; use `nanovllm generate`")
-        self.engine = engine
+        self.engine, self.tokenizer = engine, engine.tokenizer
         self.params = params
         self.opening = [{"role": "system", "content": system}] if system is not None else []
         self.messages = list(self.opening)
@@ -101,5 +101,5 @@ class Chat:
         answer = outputs[0].outputs[0]
         content = answer.text
         if answer.finish_reason == "stop" and answer.stop_reason is None:  # by eos, which the template writes itself
-            content = content.removesuffix(self.engine.tokenizer.decode(answer.token_ids[-1:]))
+            content = content.removesuffix(self.tokenizer.decode(answer.token_ids[-1:]))
         self.messages = [*messages, {"role": "assistant", "content": content}]

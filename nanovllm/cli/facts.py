@@ -90,7 +90,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
         facts["model"]["experts"] = low_rank.notice
     if unused := options_without_effect(config, device.is_gpu, expected_placement(config, model, device)):
         facts["options"] = unused
-    facts["memory_plan"] = plan_memory(config, device, specs, max_model_len, num_parameters * dtype.itemsize)
+    facts["memory_plan"] = estimate_memory(config, device, specs, max_model_len, num_parameters * dtype.itemsize)
     return facts
 
 
@@ -101,12 +101,12 @@ def expected_placement(config: EngineConfig, model: ModelConfig, device: Device)
     return "offload" if device.is_gpu or config.expert_cache_gb is not None else "resident"
 
 
-def plan_memory(
+def estimate_memory(
     config: EngineConfig, device: Device, specs: list[AttentionSpec], max_model_len: int, weight_bytes: int
 ) -> dict[str, Any]:
-    """As the executor would plan it; on a GPU less precisely, for it tries a step to see what that takes."""
+    """As the executor would size it; on a GPU less precisely, because the executor computes a step to measure it."""
     block_size = resolve_block_size(config, device)
-    plan: dict[str, Any] = {"kv_bytes_per_token": block_bytes(specs, 1), "kv_block_size": block_size}
+    found: dict[str, Any] = {"kv_bytes_per_token": block_bytes(specs, 1), "kv_block_size": block_size}
     spare = int(config.cpu_kvcache_gb * 2**30)
     if device.is_gpu:
         free, total = device.memory()
@@ -114,13 +114,13 @@ def plan_memory(
     try:
         layout = CacheLayout.fit([spare], specs, block_size, config.num_kvcache_blocks)
     except ConfigError as error:
-        return {**plan, "does_not_fit": str(error)}
+        return {**found, "does_not_fit": str(error)}
     num_blocks = layout.num_blocks
     if config.num_kvcache_blocks is None and not device.is_gpu:
         num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // block_size))
     num_tokens = num_blocks * block_size
     return {
-        **plan,
+        **found,
         "kv_blocks": num_blocks,
         "kv_bytes": num_blocks * layout.bytes_per_block,
         "kv_tokens": num_tokens,

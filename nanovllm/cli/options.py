@@ -1,7 +1,7 @@
 """Command-line options, each declared once.
 
 Names, types and defaults come from EngineConfig and SamplingParams themselves, so the command line can neither lag
-behind them nor disagree with them; this file only adds help in plain words. A command asks for a group by naming it:
+behind them nor disagree with them; this file only adds help in plain words. A command gets a group by naming it:
 
     @with_options(config=ENGINE, sampling=SAMPLING)
     def generate(prompts: list[str], config: EngineConfig, sampling: dict[str, Any]) -> None: ...
@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -62,16 +62,22 @@ class OptionGroup:
 
     title: str
     of: type  # a dataclass: one option for each of its fields
-    build: Callable[[dict[str, Any]], Any]
     help: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # where a person at a terminal wants another one
-    types: Mapping[str, type] = field(default_factory=dict)  # where the field takes more kinds than a shell can say
+    build: Callable[[dict[str, Any]], Any] = None  # type: ignore[assignment]  # default: of(**options)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where the terminal has another one
+    types: Mapping[str, type] = field(
+        default_factory=dict
+    )  # where the field takes more kinds than a command line can express
     skipped: frozenset[str] = frozenset()
     common: frozenset[str] | None = None  # what --help shows; None = all
     only_given: bool = False  # `build` gets the options of the command line and no defaults
 
+    def __post_init__(self) -> None:
+        if self.build is None:
+            object.__setattr__(self, "build", lambda values: self.of(**values))
+
     def parameters(self) -> list[inspect.Parameter]:
-        hints = get_type_hints(self.of)
+        hints = get_type_hints(self.of, include_extras=True)
         return [
             self._parameter(f.name, self.types.get(f.name, hints[f.name]), self.defaults.get(f.name, f.default))
             for f in dataclasses.fields(self.of)
@@ -79,6 +85,8 @@ class OptionGroup:
         ]
 
     def _parameter(self, name: str, kind: Any, default: Any) -> inspect.Parameter:
+        if get_origin(kind) is Annotated:  # the field declares its option itself
+            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         settings: dict[str, Any] = {"help": self.help.get(name, ""), "rich_help_panel": self.title}
         settings["hidden"] = self.common is not None and name not in self.common
         settings["metavar"] = None if kind is bool else METAVARS[kind]
@@ -136,6 +144,11 @@ HELP_ALL = inspect.Parameter(
 CONTEXT = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
+def is_given(ctx: typer.Context, option: str) -> bool:
+    source = ctx.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
 def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace each named parameter of a command by the options of its group. A command may have a `ctx` too."""
 
@@ -149,8 +162,7 @@ def with_options(**groups: OptionGroup) -> Callable[[Callable[..., None]], Calla
             for name, group in groups.items():
                 chosen = {option.name: values.pop(option.name) for option in added[name]}
                 if group.only_given:
-                    sources = {option: ctx.get_parameter_source(option).name for option in chosen}
-                    chosen = {option: value for option, value in chosen.items() if sources[option] != "DEFAULT"}
+                    chosen = {option: value for option, value in chosen.items() if is_given(ctx, option)}
                 built[name] = group.build(chosen)
             values.pop(HELP_ALL.name, None)
             if CONTEXT.name in own:
@@ -195,14 +207,14 @@ ENGINE = OptionGroup(
         "enable_prefix_caching": "Reuse the computed beginning of prompts that begin alike.",
         "scheduling_policy": f"Who is served first: first come, shortest, or by priority. {_one_of(POLICIES)}",
         "max_wait_steps": "sjf: a waiting request is passed over for at most so many steps; none = no limit.",
-        "decode_steps": "Tokens decoded between two looks of the scheduler when nobody waits; same output for all.",
+        "decode_steps": "Decode steps per launch while no request waits; same output for all.",
         "expert_placement": "Mixture of experts: keep all experts on the GPU, or load them as they are chosen; auto "
         f"offloads only what does not fit. {_one_of(EXPERT_PLACEMENTS)}",
         "expert_cache_gb": "Gigabytes of GPU memory for offloaded experts; default: what is left.",
         "expert_host_gb": "Gigabytes of host memory for experts, the others are read from disk; default: what is free.",
         "expert_policy": f"Which expert stays on the GPU: often used, last used, or none. {_one_of(EXPERT_POLICIES)}",
         "expert_prefetch": "Copy the experts that the next layer will probably choose while the link is idle.",
-        "expert_cpu_misses": "Compute a missing expert on the CPU if one or two tokens want it; changes last digits.",
+        "expert_cpu_misses": "Compute a missing expert on the CPU if one or two tokens chose it; changes last digits.",
         "enforce_eager": "Do not capture GPU graphs: starts faster, runs slower.",
         "tensor_parallel_size": "GPUs (or CPU processes) to split the model over.",
         "expert_parallel_size": "Over how many groups to spread whole experts; 1: each has a share of all.",

@@ -1,4 +1,4 @@
-"""`nanovllm serve`: an OpenAI-compatible server. Its packages are an extra, so they are asked for here."""
+"""`nanovllm serve`: an OpenAI-compatible server. Its packages are an extra: what is missing is named here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nanovllm.cli.options import ENGINE, OptionGroup, with_options
+from nanovllm.cli.options import ENGINE, OptionGroup, is_given, with_options
 from nanovllm.cli.stream import note
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
@@ -76,8 +76,7 @@ def serve(
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'nano-vllm[server]'")
     if model_name is not None:
-        given = ctx.get_parameter_source("model")
-        if given is not None and given.name != "DEFAULT" and config.model != model_name:
+        if is_given(ctx, "model") and config.model != model_name:
             raise ConfigError(f"two models, {model_name!r} and --model {config.model!r}: a server has one; give one")
         config = replace(config, model=model_name)
     if options.api_key is None and os.environ.get(API_KEY):

@@ -121,7 +121,7 @@ class SpeedMeter:
 
 
 def encode(engine: LLMEngine, text: str, chat: bool | None, system: str | None) -> EngineInput:
-    """A prompt as the model wants it. chat=None: through the chat template if the model has one."""
+    """A prompt as the model reads it. chat=None: through the chat template if the model has one."""
     from nanovllm.engine.inputs import EngineInput
 
     has_template = bool(getattr(engine.tokenizer, "chat_template", None))

@@ -6,8 +6,8 @@
 
 `stream` yields what is new (deltas) instead of everything so far; the server reads those. Leaving the `async for`
 early, or cancelling its task, aborts the request: its blocks are free before the next step.
-Only the engine thread touches the engine; others hand it commands through a queue and get deltas through their own
-event loop, with one wake-up a step for all its streams.
+Only the engine thread uses the engine; other threads put commands into a queue and get deltas through their own event
+loop, with one wake-up a step for all its streams.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from nanovllm.telemetry.readers import Reader
 
 logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
-IDLE_SECONDS = 0.25  # between two looks at the executor while there is nothing to compute
+IDLE_SECONDS = 0.25  # between two checks of the executor while there is nothing to compute
 
 
 class Mailbox:
-    """The mailbox of one request's reader: what was not read yet, merged. Made, filled and read on one event loop, so
-    it needs no lock."""
+    """The deltas of one request that were not read yet, merged. Made, filled and read on one event loop, so it needs no
+    lock."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -53,12 +53,12 @@ class Mailbox:
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come. What is unread can still be read."""
+        """No more deltas follow. Unread ones can still be read."""
         self._failure = error
         self._changed.set()
 
     async def take(self) -> RequestDelta:
-        """All that is new, once there is something."""
+        """All that is new; waits until there is something."""
         while self._unread is None:
             if self._failure is not None:
                 raise self._failure
@@ -77,7 +77,7 @@ class AsyncLLMEngine:
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
         config = config or EngineConfig.from_options(**options)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, Mailbox] = {}  # touched by the engine thread only
+        self._streams: dict[str, Mailbox] = {}  # used by the engine thread only
         self._ids = itertools.count()
         self._lock = threading.Lock()  # around _stopping and _post: a command is either taken or refused, never lost
         self._stopping = False
@@ -90,34 +90,30 @@ class AsyncLLMEngine:
         self._thread.start()
         try:
             self.engine = made.result()
-        except BaseException:  # Ctrl-C while it loads, too: then it closes itself when it is there
+        except BaseException:  # also Ctrl-C during loading: the thread closes the engine once it is loaded
             self._stopping = True
             raise
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be served any more, or None. The class of the error, not its text: strangers may read it."""
+        """Why nothing can be served any more, or None. It is public (/health), so it has the error's class, not its
+        text."""
         if self._failure is not None:
             return f"the engine thread failed ({type(self._failure).__name__}); the log has the details"
         return "the engine was closed" if self._stopping or not self._thread.is_alive() else None
 
     @property
     def seconds_in_step(self) -> float:
-        """How long the step that runs now has taken; 0 between steps. A kernel or a rank that hangs raises nothing: who
-        asks decides what is too long."""
+        """How long the step that runs now has taken; 0 between steps. A kernel or a rank that hangs raises nothing; the
+        caller decides what is too long."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request's output so far after every step that moved it; the last one is finished. A reader that is
-        slow skips to the newest."""
+        """Yield the request's output so far after every step that moved it; the last one is finished. A slow reader
+        gets the newest output and not those in between."""
         total: RequestDelta | None = None
         async with aclosing(self.stream(prompt, params, request_id, priority=priority)) as deltas:
             async for delta in deltas:
@@ -155,7 +151,7 @@ class AsyncLLMEngine:
                 yield delta
         finally:
             if not ended:
-                # Also after a refusal or a cancelled add: then the id may be somebody else's, hence the stream.
+                # Also after a refusal or a cancelled add: then the id may be another request's, hence the stream.
                 with contextlib.suppress(EngineDeadError):
                     self._post(lambda: self._abort(request_id, stream))
 
@@ -166,21 +162,21 @@ class AsyncLLMEngine:
         """Forget all cached prefixes. False, and nothing is forgotten, while requests run."""
         return await asyncio.wrap_future(self._submit(lambda: self.engine.reset_prefix_cache(), fatal=True))
 
-    # ---- for those who watch -----------------------------------------------------------------------------------
+    # ---- pausing and watching ----------------------------------------------------------------------------------
 
     @property
     def paused(self) -> bool:
         return self._paused
 
     async def pause(self) -> None:
-        """Finish the steps in flight and start no more. Requests are still taken, and wait."""
+        """Finish the steps in flight and start no more. New requests are accepted, and wait."""
         await asyncio.wrap_future(self._submit(self._pause, fatal=True))
 
     async def resume(self) -> None:
-        await asyncio.wrap_future(self._submit(self._resume))
+        await asyncio.wrap_future(self._submit(lambda: self._set_paused(False)))
 
     async def step_once(self) -> None:
-        """One step of a paused engine, planned and finished; nothing if nobody has anything to compute."""
+        """One step of a paused engine, planned and finished; nothing happens if there is nothing to compute."""
         if not self._paused:
             raise RequestError("action=step: the engine runs; pause it first")
         await asyncio.wrap_future(self._submit(self._step_once, fatal=True))
@@ -195,22 +191,22 @@ class AsyncLLMEngine:
         return self._submit(lambda: self.engine.watch.refresh(reader))
 
     def detach(self, reader: Reader) -> None:
-        with contextlib.suppress(EngineDeadError):  # then it was sent away
+        with contextlib.suppress(EngineDeadError):  # closing the engine has detached it
             self._post(lambda: self.engine.watch.detach(reader))
 
     def drain(self) -> None:
-        """Nobody new will come: a paused engine goes on, so that what runs can finish, and watchers are sent away."""
+        """Before a shutdown: a paused engine resumes, so that running requests can finish, and readers are detached."""
 
         def go_on() -> None:
             self._draining = True
-            self._resume()
+            self._set_paused(False)
             self.engine.watch.dismiss()
 
         with contextlib.suppress(EngineDeadError):
             self._post(go_on)
 
     def cut_off(self, make_error: Callable[[], BaseException]) -> None:
-        """End every request that runs, with an error of its own for its reader."""
+        """End every running request; its reader gets a new error of make_error."""
 
         def cut() -> None:
             for request_id, stream in list(self._streams.items()):
@@ -234,11 +230,11 @@ class AsyncLLMEngine:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
-    # ---- the other side of the queue ---------------------------------------------------------------------------
+    # ---- on the engine thread ----------------------------------------------------------------------------------
 
     def _submit(self, action: Callable[[], T], fatal: bool = False) -> Future[T]:
-        """Run action on the engine thread between two steps; the future carries its result or exception. `fatal`: it
-        computes, so what it raises also ends the thread, as in any other step."""
+        """Run action on the engine thread between two steps; the future gets its result or exception. `fatal`: it
+        computes, so its exception also ends the thread, as in any other step."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -270,9 +266,9 @@ class AsyncLLMEngine:
         self._stopping = True
 
     def _live(self, config: EngineConfig, made: Future[LLMEngine]) -> None:
-        """The engine is built by the thread that drives it. OpenMP keeps a team of threads for every thread that
-        computes, and teams that are more than the cores sleep between two kernels instead of staying awake: on two
-        cores, 16 sequences of SmolLM2 decode 126 tokens a second if another thread loaded the model, 149 so."""
+        """The thread that drives the engine also builds it. OpenMP keeps a team of threads for every thread that
+        computes; with more teams than cores, threads sleep between two kernels instead of spinning: on two cores, 16
+        sequences of SmolLM2 decode 126 tokens a second if another thread loaded the model, 149 if this one did."""
         try:
             self.engine = LLMEngine(config)
         except BaseException as error:
@@ -298,7 +294,7 @@ class AsyncLLMEngine:
                 self._stopping = True
             try:
                 self.engine.close()
-            except Exception:  # the streams below must still get their error
+            except Exception:  # the streams below still need their error
                 logger.exception("closing the engine failed")
             self._run_commands(wait=False)  # commands queued meanwhile are refused, so that their callers do not wait
             for stream in self._streams.values():
@@ -314,7 +310,7 @@ class AsyncLLMEngine:
         self._send(deltas)
 
     def _send(self, deltas: list[RequestDelta]) -> None:
-        """One call a loop: each writes to the loop's pipe and makes a handle, whatever it carries."""
+        """One call_soon_threadsafe per loop and step: each writes to the loop's pipe and makes a handle."""
         mail: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, RequestDelta]]] = {}
         for delta in deltas:
             if stream := self._streams.get(delta.request_id):
@@ -329,16 +325,13 @@ class AsyncLLMEngine:
             return
         while self.engine.scheduler.flights:
             self._step(alone=True)
-        self._tell_paused(True)
-
-    def _resume(self) -> None:
-        self._tell_paused(False)
+        self._set_paused(True)
 
     def _step_once(self) -> None:
         if self._paused and not self._stopping and self.engine.has_unfinished_requests():
             self._step(alone=True)
 
-    def _tell_paused(self, paused: bool) -> None:
+    def _set_paused(self, paused: bool) -> None:
         if paused != self._paused:
             self._paused = paused
             self.engine.watch.paused(paused)
@@ -366,5 +359,5 @@ class AsyncLLMEngine:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+    with contextlib.suppress(RuntimeError):  # the loop was closed
         loop.call_soon_threadsafe(function, argument)

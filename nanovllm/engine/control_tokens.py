@@ -1,9 +1,9 @@
 """Special tokens inside texts that users write.
 
-A tokenizer reads "<|im_end|>" as the control token of that name wherever it stands, so a user can end the own message
-and begin one of another role. transformers and vLLM do so, and prompts that are written out by hand need it; the option
+A tokenizer reads "<|im_end|>" as the control token of that name in any text, so a user can end their own message and
+begin one of another role. transformers and vLLM do so, and prompts that are written out by hand need it; the option
 special_tokens_in_text="refuse" or "escape" turns it off. Whether a text holds a control token is decided by its token
-ids, so no other text is touched. Each text is judged by itself, before the chat template puts its own tokens around it.
+ids, so no other text changes. Each text is checked alone, before the chat template puts its own tokens around it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ControlTokens:
         return [self.clean_all(inner, where) for inner in value] if isinstance(value, list | tuple) else value
 
     def _find(self, text: str, where: str) -> list[str]:
-        """An unknown character has the id of the unknown token, but is not written like it."""
+        """Without the unknown token where the text only has a character that the tokenizer does not have."""
         ids = dict.fromkeys(self._encode(text, False, where))
         found = [(token_id, self._special[token_id]) for token_id in ids if token_id in self._special]
         return [token for token_id, token in found if token_id != self._unknown or token in text]

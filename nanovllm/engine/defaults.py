@@ -1,4 +1,4 @@
-"""What becomes of an option or a seed that the user left open."""
+"""Values of options and seeds that the user has not set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.runner.expert_memory import batched_tokens_for_experts
 from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
-# Defaults by device: a CPU wants small steps (each takes long anyway) and little waste, a GPU wants large ones.
+# A step of a CPU takes long even if it is small, and small blocks waste less of the cache; a GPU needs large steps.
 DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
 
@@ -44,7 +44,7 @@ def batched_tokens(config: EngineConfig, model: ModelConfig, device: Device) -> 
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest text the model's rotary table is good for, unless the user asks for less."""
+    """The longest text for which the model's rotary embedding is defined, or less if the user sets less."""
     factor = model.rope.params.get("factor", 1.0)
     trained = model.max_position_embeddings
     if model.rope.kind in ("linear", "dynamic"):
@@ -59,8 +59,8 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def derive_seed(engine_seed: int, request_number: int, user_seed: int | None, index: int) -> int:
-    """64 bits. A user's seed gives the same completions in every engine and batch; without one, the engine's seed and
-    the order of the requests decide, so that a whole run can be repeated."""
+    """64 bits. A user's seed gives the same completions in every engine and batch; without one, the seed depends on
+    the engine's seed and the order of the requests, so that a whole run can be repeated."""
     if user_seed is not None:
         return (user_seed + index) % 2**64
     text = f"{engine_seed} {request_number} {index}"

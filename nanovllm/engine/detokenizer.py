@@ -1,12 +1,12 @@
-"""Detokenizer: the tokens of one sequence become text, piece by piece, and stop strings are found in it.
+"""Detokenizer: turns the tokens of one sequence into text, piece by piece, and finds stop strings in it.
 
     detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
     match = detokenizer.feed(token_ids)   # None, or which stop string ended the text and how many tokens it took
     detokenizer.take()                    # what may be shown now and was not taken before
-    detokenizer.finish()                  # nothing more will come: release what was held back
+    detokenizer.finish()                  # no more tokens follow: release what was held back
 
 Text is what follows the prompt's text. Half characters are held back, and so is text that may turn out to be the
-beginning of a stop string (unless stop strings are to be shown anyway). How the tokens are split over `feed` calls
+beginning of a stop string (unless stop strings are part of the output). How the tokens are split over `feed` calls
 makes no difference. The cost of a token does not grow with the text (about 5 us one by one, 0.6 us in bulk), and text
 that was taken is not kept.
 """
@@ -22,7 +22,7 @@ from nanovllm.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no (whole) character
 # A character has at most 4 bytes, so at most 3 are waiting for more. Byte-level decoders show those as one U+FFFD,
-# byte-fallback decoders as one each: only the last three can still become something else.
+# byte-fallback decoders as one each: only the last three can still change.
 MAX_UNDECIDED = 3
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of byte-fallback tokenizers
 MAX_WINDOW = 12  # tokens decoded per token; the left part is context, dropped when the window is full
@@ -42,9 +42,9 @@ class StopMatch:
 class Detokenizer:
     """Only a window of the last tokens is ever decoded: `context + pending`.
 
-    A decoder is not a map from tokens to strings that could be added up: a SentencePiece decoder strips the space of
-    whatever comes first, and a character may be spread over tokens. So the window keeps some tokens whose text is
-    out already (`_window[:_num_settled]`), and new text is what its decoding has beyond `_shown`.
+    The text of a sequence is not the sum of its tokens' texts: a SentencePiece decoder strips the space of the first
+    token, and a character may be spread over tokens. So the window keeps some tokens whose text was released already
+    (`_window[:_num_settled]`), and new text is what its decoding has beyond `_shown`.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -99,7 +99,7 @@ class Detokenizer:
     # Tokens to text ----------------------------------------------------------------------------------------------
 
     def _feed_span(self, token_ids: list[int], look_for_stops: bool) -> StopMatch | None:
-        """In one go if nothing is special about it, else in halves: what one token at a time would have given."""
+        """All at once if `_advance_span` can, else in halves; the result is that of one token at a time."""
         if len(token_ids) == 1:
             stop = self._append(self._without_prompt(self._advance(token_ids[0])), look_for_stops)
             return None if stop is None else StopMatch(stop, 1)
@@ -127,13 +127,13 @@ class Detokenizer:
         return True
 
     def _advance(self, token_id: int) -> str:
-        """Take one token; the text that is decided by it."""
+        """Take one token; returns the text that it completes."""
         self._window.append(token_id)
         text = self._decode(self._window)
         end = max(_decided(text), len(self._shown))
         new = text[len(self._shown) : end]
         self._shown = text[:end]
-        if end == len(text) and end > self._settled_len:  # a clean end, and something to see
+        if end == len(text) and end > self._settled_len:  # ends with a whole character, and has new text
             if len(self._window) >= MAX_WINDOW:
                 del self._window[: self._num_settled]
                 self._shown = self._decode(self._window)
@@ -143,8 +143,8 @@ class Detokenizer:
         return new
 
     def _cut_window(self, text: str, end: int) -> str:
-        """Too many tokens without a clean end: keep a short window; the text that had to be released for it."""
-        if end == len(text):  # nothing to see (skipped special tokens): the context stays, they go
+        """Too many tokens without a whole character at the end: keep a short window; returns text released by it."""
+        if end == len(text):  # tokens without text (skipped special tokens): drop them and keep the context
             del self._window[self._num_settled :]
             return ""
         undecided = text[end:]
@@ -157,7 +157,7 @@ class Detokenizer:
         return undecided
 
     def _without_prompt(self, new: str) -> str:
-        """Drops U+FFFD that stand for bytes of the prompt, which turn out to be no character."""
+        """Drops U+FFFD that stand for bytes at the prompt's end that were never completed to a character."""
         num_dropped = min(self._num_broken, len(new) - len(new.lstrip(REPLACEMENT)))
         self._num_broken = self._num_broken - num_dropped if num_dropped == len(new) else 0
         return new[num_dropped:]
@@ -229,7 +229,7 @@ def _decided(text: str) -> int:
 
 
 def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Without clean-up of spaces, which rewrites text that is out already.
+    """Without clean-up of spaces, which would change text that was released already.
 
     Unless the tokenizer has a `_decode` of its own, the Rust tokenizer inside is called directly: six tokens take
     2.4 us instead of 8.

@@ -1,9 +1,9 @@
-"""Sampling parameters of a request that leaves them open, from the model's generation_config.json, as in vLLM.
+"""Sampling parameters of a request that does not set them, from the model's generation_config.json, as in vLLM.
 
 The option generation_config names the source: "auto" is the file in the model's folder, "vllm" is no file (the
 defaults of SamplingParams), anything else is a folder with another generation_config.json. do_sample is not read: a
-model that wants greedy decoding says temperature 0. End tokens are read elsewhere (ModelConfig.eos_token_ids), always
-from the model's own file.
+file for greedy decoding sets temperature to 0. End tokens (ModelConfig.eos_token_ids) always come from the model's own
+file.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def read_sampling_defaults(generation_config: str, model: Path) -> SamplingDefau
             f"'auto' for the model's own or 'vllm' for neutral defaults"
         )
     values: dict[str, Any] = {}
-    said = read_json(file)
+    content = read_json(file)
     for name in FIELDS:
-        if said.get(name) is None:
+        if content.get(name) is None:
             continue
         field = "max_tokens" if name == "max_new_tokens" else name
         try:
-            values[field] = getattr(SamplingParams(**{field: said[name]}), field)
+            values[field] = getattr(SamplingParams(**{field: content[name]}), field)
         except RequestError as error:
             reason = str(error).partition(": ")[2]
-            logger.warning("%s: %s=%.40r is ignored: %.200s", file, name, said[name], reason)
+            logger.warning("%s: %s=%.40r is ignored: %.200s", file, name, content[name], reason)
     return SamplingDefaults(values, str(file) if values else f"{file} sets none")

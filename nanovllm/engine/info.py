@@ -1,4 +1,4 @@
-"""Facts of a running engine for those who watch it."""
+"""Facts of a running engine for the page and for traces."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from nanovllm.sampling_params import MAX_BAD_WORD, SamplingParams
 Prompt = str | Sequence[int] | Mapping[str, Any]
 MESSAGES = "messages must be a non-empty list of {'role': ..., 'content': ...}"
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-# No tokenizer makes tokens longer than a few hundred characters, so a longer text cannot fit whatever it says;
-# tokenising 100 MB first to find that out would take minutes and gigabytes.
+# No tokenizer makes tokens longer than a few hundred characters, so a longer text cannot fit; tokenising 100 MB to
+# find that out would take minutes and gigabytes.
 MAX_CHARS_PER_TOKEN = 256
 
 
@@ -62,7 +62,7 @@ class InputProcessor:
             token_ids = self.encode(text)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token (a BOS token or a space would do)")
-        head = token_ids[: self.max_model_len]  # a longer prompt is refused for its length, whatever it holds
+        head = token_ids[: self.max_model_len]  # a longer prompt is refused for its length (Scheduler.check_fits)
         for token_id in head:
             if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= token_id < self.vocab_size:
                 raise RequestError(
@@ -93,7 +93,7 @@ class InputProcessor:
         cleaned: bool = False,
     ) -> list[int]:
         """Messages -> token ids through the model's own chat template, or through the caller's (never one from a
-        request of the server: a template is a program). `cleaned`: by ControlTokens, before something was added."""
+        request of the server: a template is a program). `cleaned`: ControlTokens has checked them already."""
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one")
         template = chat_template or getattr(self.tokenizer, "chat_template", None)
@@ -101,7 +101,7 @@ class InputProcessor:
             raise RequestError("this model has no chat template: use generate() with a plain prompt, or chat_template=")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError(MESSAGES)
-        if tools and not knows_tools(template):
+        if tools and not shows_tools(template):
             raise RequestError("tools: the chat template does not show them; describe them in a system message")
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message=True begins no new message: set add_generation_prompt=False")
@@ -142,7 +142,7 @@ class InputProcessor:
         return dict(kwargs or {})
 
     def check_params(self, params: SamplingParams) -> None:
-        """What SamplingParams cannot check for itself: it knows no vocabulary and no tokenizer."""
+        """Checks that need the vocabulary or the tokenizer, which SamplingParams does not have."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= self.vocab_size:
@@ -199,13 +199,13 @@ class InputProcessor:
         raise RequestError(f"a prompt must be a string, token ids or a dict, not {type(prompt).__name__}")
 
 
-def knows_tools(template: Any) -> bool:
-    """A template may be one text or several by name; one that shows tools must say the word."""
+def shows_tools(template: Any) -> bool:
+    """Whether the word occurs in the template (one text, or several by name)."""
     return re.search(r"\btools\b", str(template)) is not None
 
 
 def _plain_message(message: Any) -> dict[str, Any]:
-    """As templates read it: content is one text, and the arguments of calls are objects."""
+    """The form that templates expect: content is one text, and the arguments of calls are objects."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise RequestError(MESSAGES)
     role, content = message["role"], message.get("content")
@@ -235,7 +235,7 @@ def _plain_call(call: Any) -> Any:
 
 
 def check_unicode(what: str, text: str) -> None:
-    """Half a surrogate pair, which JSON lets through, has no bytes: nothing can tokenise or hash it."""
+    """Half a surrogate pair, which JSON allows, has no bytes: it cannot be tokenised or hashed."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -243,7 +243,7 @@ def check_unicode(what: str, text: str) -> None:
 
 
 def _as_python(value: Any) -> Any:
-    """An array of numpy or torch as lists of Python's numbers; anything else as it is."""
+    """An array of numpy or torch becomes lists of Python's numbers; other values stay as they are."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

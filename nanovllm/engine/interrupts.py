@@ -21,15 +21,15 @@ class CtrlC:
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[CtrlC]:
-    """Ctrl-C sets `pressed` while this lasts, for a caller that looks at it between steps. An exception inside a step
-    would cost the engine its prefix cache, and an engine of several ranks its life: the others would wait for this one.
+    """Inside this block Ctrl-C only sets `pressed`, which the caller checks between steps. An exception inside a step
+    would empty the prefix cache, and would end an engine of several ranks: the others would wait for this one for ever.
 
     A handler that the caller has set stays, and outside the main thread, which alone may set handlers, nothing changes.
     """
     handler = CtrlC()
     before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    # One of ours is there if an interrupt came just before it was taken away.
+    # The handler is a CtrlC if an interrupt prevented an earlier block from restoring it.
     if not is_main or not (before is signal.default_int_handler or isinstance(before, CtrlC)):
         yield handler
         return

@@ -1,4 +1,4 @@
-"""LLMEngine: add requests, step, collect what is new. Everything else (LLM, AsyncLLMEngine, the CLI) drives this.
+"""LLMEngine: add requests, step, collect what is new. LLM, AsyncLLMEngine and the CLI all drive this.
 
     engine = LLMEngine(EngineConfig(model="smollm2"))
     engine.add_request("0", "What is the capital of France?", SamplingParams(max_tokens=32))
@@ -6,7 +6,7 @@
         for delta in engine.step():
             print(delta.outputs[0].text, end="")
 
-One thread drives one engine. Two engines in one process do not know of each other.
+One thread drives one engine. Two engines in one process share nothing.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ class LLMEngine:
         self.inputs = InputProcessor(self.tokenizer, vocab_size, self.max_model_len, special)
         self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.stats = StepStats()
-        self.expert_stats = self.executor.expert_stats()  # when a request last began or ended; any thread may read it
+        self.expert_stats = self.executor.expert_stats()  # as of the last begin or end of a request; for any thread
         self.watch = Watcher(self.scheduler, lambda seq_id: self._by_seq[seq_id][0].request_id)
         self._requests: dict[str, Request] = {}
         self._by_seq: dict[int, tuple[Request, Completion]] = {}
         self._flights: deque[tuple[StepPlan, InFlight, float]] = deque()  # (plan, its computation, when it began)
         self._moved: list[Sequence] = []  # since the last report
         self._made: dict[str, RequestDelta] = {}  # by the step that runs
-        self.unread: dict[str, RequestDelta] = {}  # of an interrupted step, or given back: the next step returns them
-        self._changing = False  # also after a change that an exception cut short
+        self.unread: dict[str, RequestDelta] = {}  # of an interrupted step, or put back: the next step returns them
+        self._changing = False  # stays True if an exception interrupts a change
         self._last_landing = 0.0
-        self._num_grammars = 0  # running requests with one
+        self._num_grammars = 0  # running requests that have one
         self._seq_ids, self._request_count = itertools.count(), itertools.count()
         self._closed = False
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> EngineInput:
-        """Everything that can be refused before the request is taken in. Raises RequestError."""
+        """Refuses bad input before any state changes. Raises RequestError."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
         if not isinstance(params, SamplingParams):
@@ -128,7 +128,7 @@ class LLMEngine:
         request = Request(request_id, parsed, params, self.tokenizer, final_only, RequestMetrics(time.monotonic()))
         request.experts_before = self.expert_stats = self.executor.expert_stats()
         number = next(self._request_count)
-        with self._change():  # nothing is refused any more
+        with self._change():
             self._requests[request_id] = request
             self._num_grammars += params.structured_outputs is not None
             for index in range(params.n):
@@ -174,7 +174,7 @@ class LLMEngine:
         if self._closed or self._requests:
             return False
         with self._change():
-            while self._flights:  # planned before it was known that their requests end
+            while self._flights:  # planned before the tokens were known that ended their requests
                 self._land()
             self.scheduler.blocks.clear()
             self.watch.forgot_prefixes()
@@ -187,9 +187,9 @@ class LLMEngine:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
-        """Around every change of state. Ctrl-C raises between any two instructions, so an exception that leaves this
-        block may leave counters, blocks and tables that contradict each other: they are not mended but emptied, now or,
-        if a second interrupt prevents that, before the next change."""
+        """Around every change of state. Ctrl-C raises between any two instructions, so an exception inside this block
+        may leave counters, blocks and tables that contradict each other: all of them are emptied, now or, if a second
+        interrupt prevents that, before the next change."""
         self._empty_if_torn()
         self._made, self._changing = {}, True
         try:
@@ -203,16 +203,16 @@ class LLMEngine:
         self._changing = False
 
     def _empty_if_torn(self, error: BaseException | None = None) -> None:
-        """Every running request ends with an error; the next step returns that and what the torn one could not."""
+        """Every running request ends with an error; the next step returns that and what the interrupted one made."""
         if not self._changing or self._closed:
             return
         self.executor.reset()
         self.scheduler.clear()
         self._flights.clear()
-        # Without those whose add_request was interrupted: its caller knows.
+        # Without a request whose add_request was interrupted: that call raised.
         self._requests = {key: r for key, r in self._requests.items() if len(r.completions) == r.params.n}
         for request_id in self._requests.keys() & self._made.keys():
-            self._requests[request_id].told(self._made[request_id])
+            self._requests[request_id].mark_reported(self._made[request_id])
         self.unread, self._made = {**self.unread, **self._made}, {}
         pairs = [(request, completion) for request in self._requests.values() for completion in request.completions]
         self._by_seq = {completion.seq.seq_id: (request, completion) for request, completion in pairs}
@@ -229,12 +229,12 @@ class LLMEngine:
     def step(self, alone: bool = False) -> list[RequestDelta]:
         """Compute one step. Returns what is new of the requests that moved (those added with final_only: that ended).
 
-        alone: end one in flight or, if there is none, plan one and end it; nothing more is started."""
+        alone: finish a step in flight or, if there is none, plan one and finish it; start no other."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
         with self._change():
             self._made, self.unread = self.unread, {}
-            # A grammar must know a token before it can say which may follow.
+            # The tokens that a grammar allows depend on the token before, so steps cannot overlap.
             depth = 1 if alone or self._num_grammars else self.executor.overlap
             while len(self._flights) < depth and self._launch_next():
                 pass
@@ -264,7 +264,7 @@ class LLMEngine:
         return True
 
     def _land(self) -> None:
-        """Wait for the oldest step in flight and record what it gave."""
+        """Wait for the oldest step in flight and record its result."""
         plan, in_flight, started = self._flights.popleft()
         try:
             result = in_flight.result()
@@ -282,8 +282,8 @@ class LLMEngine:
         logger.error("step %d failed: %s", plan.step_id, type(error).__name__, exc_info=error)
 
     def _culprit(self, plan: StepPlan, error: Exception) -> int | None:
-        """Out of memory: the sequence that brought the most tokens, of equals the one that came last, gives way to the
-        others, which start over. That ends: each time one sequence fewer is left. Other errors blame the whole step."""
+        """Out of memory: the sequence with the most new tokens, of equals the latest, ends; the others start over. This
+        terminates, since each time one sequence fewer is left. After other errors the whole step ends (None)."""
         if isinstance(error, EngineDeadError) or not is_out_of_memory(error):
             return None
         self.executor.device.release_cached()
@@ -315,7 +315,7 @@ class LLMEngine:
             elif request.final_only:
                 continue
             gather(self._made, request_id, request.delta())
-            request.told(self._made[request_id])
+            request.mark_reported(self._made[request_id])
             if self._made[request_id].finished:
                 self._drop(request)
 
@@ -325,10 +325,8 @@ class LLMEngine:
         for completion in request.completions:
             del self._by_seq[completion.seq.seq_id]
 
-    # ---- what happened -----------------------------------------------------------------------------------------
-
     def describe(self) -> dict[str, Any]:
-        """What really runs: device, dtype, attention backend and why, cache size."""
+        """What runs: device, dtype, attention backend and the reason for it, cache size."""
         return {
             "model": self.config.model,
             "architecture": self.model_config.architecture,

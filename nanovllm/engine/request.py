@@ -25,10 +25,10 @@ class Completion:
     index: int
     seq: Sequence
     detokenizer: Detokenizer | None
-    num_fed: int = 0  # output tokens that the detokenizer has seen
-    num_told: int = 0  # output tokens in deltas
-    has_told_end: bool = False
-    text: str = ""  # not in a delta yet; so the next
+    num_fed: int = 0  # output tokens given to the detokenizer
+    num_reported: int = 0  # output tokens in deltas
+    end_reported: bool = False
+    text: str = ""  # not in a delta yet; so are these logprobs
     logprobs: list[PositionLogprobs] | None = None
     cumulative_logprob: float | None = None
 
@@ -41,10 +41,10 @@ class Completion:
         return None if match is None else match.string
 
     def delta(self, is_first: bool) -> CompletionDelta | None:
-        """What is new; None: nothing. The first delta is made even of nothing."""
+        """What is new, or None if nothing is; the first delta is made in any case."""
         seq = self.seq
-        token_ids = seq.token_ids[seq.num_prompt + self.num_told :]
-        if self.has_told_end or not (token_ids or seq.finished or is_first):
+        token_ids = seq.token_ids[seq.num_prompt + self.num_reported :]
+        if self.end_reported or not (token_ids or seq.finished or is_first):
             return None
         if self.detokenizer is not None:
             self.detokenizer.feed(self._unfed())
@@ -53,7 +53,7 @@ class Completion:
             self.text += self.detokenizer.take()
         return CompletionDelta(
             self.index,
-            self.num_told,
+            self.num_reported,
             token_ids,
             [self.text] if self.text else [],
             self.logprobs,
@@ -62,7 +62,7 @@ class Completion:
         )
 
     def _end(self) -> tuple[str | None, int | str | None]:
-        """(finish_reason, stop_reason). A text that ends because its grammar was given up is cut off, not complete."""
+        """(finish_reason, stop_reason). A text that ends because its grammar failed is cut off, not complete."""
         seq, grammar = self.seq, self.seq.params.structured_outputs
         if isinstance(grammar, Grammar) and (seq.finish_reason, seq.stop_reason) == ("stop", None):
             output = seq.token_ids[seq.num_prompt :]
@@ -70,10 +70,10 @@ class Completion:
                 return "length", "structured output given up"
         return seq.finish_reason, seq.stop_reason
 
-    def told(self, new: CompletionDelta) -> None:
+    def mark_reported(self, new: CompletionDelta) -> None:
         end = new.start + len(new.token_ids), new.finish_reason is not None
-        if end != (self.num_told, self.has_told_end):  # else this is known
-            (self.num_told, self.has_told_end), self.text, self.logprobs = end, "", None
+        if end != (self.num_reported, self.end_reported):  # else it was marked before
+            (self.num_reported, self.end_reported), self.text, self.logprobs = end, "", None
 
     def _unfed(self) -> list[int]:
         seq = self.seq
@@ -94,13 +94,13 @@ class Request:
     metrics: RequestMetrics
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    experts_before: ExpertStats | None = None  # what was counted when it arrived
-    is_told: bool = False  # a delta was made
+    experts_before: ExpertStats | None = None  # the counters when it arrived
+    is_reported: bool = False  # a delta was marked
     decoded: dict[int, str] = field(default_factory=dict)  # of logprobs: a whole vocabulary takes a second to decode
 
     def __post_init__(self) -> None:
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]  # nothing comes before the first token
+            self.prompt_logprobs = [None]  # the first token has no probability: no token comes before it
 
     @property
     def finished(self) -> bool:
@@ -134,7 +134,7 @@ class Request:
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + score.logprobs[0]
 
     def add_prompt_logprobs(self, start: int, scores: list[TokenLogprobs]) -> None:
-        """scores[i] is of the token at start + i + 1. A preempted prompt is computed anew: positions known are kept."""
+        """scores[i] is of the token at start + i + 1. A preempted prompt is computed anew: earlier scores are kept."""
         assert self.prompt_logprobs is not None
         for i, score in enumerate(scores):
             if start + i + 1 == len(self.prompt_logprobs):
@@ -152,10 +152,10 @@ class Request:
         return self.decoded.get(token_id)
 
     def delta(self) -> RequestDelta:
-        """What is new since the last one that was `told`."""
+        """What is new since the last delta that was marked as reported."""
         outputs, error = [], None
         for completion in self.completions:
-            if (new := completion.delta(is_first=not self.is_told)) is not None:
+            if (new := completion.delta(is_first=not self.is_reported)) is not None:
                 outputs.append(new)
                 if new.finish_reason == "error":
                     error = str(new.stop_reason)
@@ -174,9 +174,9 @@ class Request:
             error,
         )
 
-    def told(self, delta: RequestDelta) -> None:
-        """The delta is where the caller gets it. Apart from `delta` so that an interrupt between the two loses nothing;
-        saying it twice is fine."""
+    def mark_reported(self, delta: RequestDelta) -> None:
+        """The next step will return this delta. Not part of `delta`, so that an interrupt between the two loses
+        nothing; marking twice changes nothing."""
         for new in delta.outputs:
-            self.completions[new.index].told(new)
-        self.is_told = True
+            self.completions[new.index].mark_reported(new)
+        self.is_reported = True

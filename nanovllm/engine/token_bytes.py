@@ -3,8 +3,8 @@
     to_bytes = TokenBytes(tokenizer)
     to_bytes(token_id, decoded)        # decoded: what the tokenizer makes of this token alone
 
-A tokenizer decodes half a character to U+FFFD, whose bytes are not the token's. But the vocabulary has them: byte-level
-tokenizers write each byte as a letter of an alphabet of 256, those with byte fallback write <0xE6>.
+A tokenizer decodes half a character to U+FFFD, whose bytes are not the token's. The vocabulary has the right ones:
+byte-level tokenizers write each byte as a letter of an alphabet of 256, those with byte fallback write <0xE6>.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the links of this machine really carry: the numbers that `nanovllm plan --measure` predicts from."""
+"""Measured bandwidth of this machine's links and memory, from which `nanovllm plan --measure` predicts speed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ def host_to_device_bandwidth(device: Device, num_bytes: int = COPY_BYTES) -> flo
     source = torch.zeros(num_bytes, dtype=torch.uint8)  # written, so that its pages exist
     if device.is_gpu:
         source = source.pin_memory()
-    target = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
-    return num_bytes / time_on_device(lambda: target.copy_(source, non_blocking=True), device)
+    return copy_bandwidth(source, torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device), device)
+
+
+def copy_bandwidth(source: torch.Tensor, target: torch.Tensor, device: Device) -> float:
+    """Bytes per second of a copy between these."""
+    return source.nbytes / time_on_device(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def read_bandwidth(device: Device, num_bytes: int = COPY_BYTES) -> float:

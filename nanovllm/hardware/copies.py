@@ -1,19 +1,20 @@
 """CopyStream: large copies to the device and back beside the computing, and the order between the two.
 
-A GPU copies and computes at once if told to, and says nothing when a copy overwrites what a kernel still reads, or a
-kernel reads what has not arrived. Here the two kinds of order are two calls on *marks*, points in a queue:
+A GPU can copy and compute at once. Overwriting memory that a running kernel reads, or reading memory that a copy has
+not filled yet, is not an error there; the result is silently wrong. Here the two kinds of order are two calls on
+*marks*, points in a queue:
 
     mark = stream.mark_copies()     after everything queued for copying so far
     stream.hold_compute(mark)       what is queued for computing from now on waits for it
     mark = stream.mark_compute()    after everything queued for computing so far
     stream.hold_copies(mark)        what is queued for copying from now on waits for it
 
-`Slot` is the only user: it owns the buffer together with both marks, so that neither can be forgotten.
+`ExpertBuffer` is the only user: it owns memory together with both marks, so that neither can be forgotten.
 
 CopyStream itself is the version for a CPU: a copy is done when `copy` returns and marks are times.
 
-Small uploads do not belong here, but must know one thing: a card's copy engine serves copies in the order they were
-queued, whatever the stream. 10 KB queued behind an expert of 352 MB arrive 6 ms later.
+Small uploads do not belong here, but one fact matters to them: a card's copy engine serves copies in the order they
+were queued, whatever the stream. 10 KB queued behind an expert of 352 MB arrive 6 ms later.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class CopyStream:
             self._make_compute_wait(mark.point)
 
     def awaits(self, mark: Mark) -> bool:
-        """Whether hold_compute(mark) would be news to the computing queue."""
+        """Whether the computing queue does not wait for this mark, or a later one, already."""
         return mark.number > self._compute_after
 
     def wait(self, mark: Mark) -> None:
@@ -80,10 +81,6 @@ class CopyStream:
 
     def synchronize(self) -> None:
         """The host waits for all copies."""
-
-    def bandwidth(self, source: torch.Tensor, target: torch.Tensor) -> float | None:
-        """Bytes per second, measured now. None where copies do not run beside computing."""
-        return None
 
     def _mark(self, point: Any) -> Mark:
         self._num_marks += 1
@@ -134,17 +131,6 @@ class GpuCopyStream(CopyStream):
     def synchronize(self) -> None:
         self._stream.synchronize()
 
-    def bandwidth(self, source: torch.Tensor, target: torch.Tensor) -> float | None:
-        num_bytes, repeats = source.numel() * source.element_size(), 4
-        self.copy(target, source)  # the first touches pages
-        start = self.mark_copies(timed=True)
-        for _ in range(repeats):
-            self.copy(target, source)
-        end = self.mark_copies(timed=True)
-        self.synchronize()
-        seconds = self.seconds(start, end)
-        return repeats * num_bytes / seconds if seconds else None
-
     def _record_copies(self, timed: bool) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self._stream)
@@ -162,8 +148,8 @@ class GpuCopyStream(CopyStream):
         self._follow_current_stream().wait_event(point)
 
     def _follow_current_stream(self) -> torch.cuda.Stream:
-        """The reasoning about marks needs one computing queue. If the caller moves to another stream (rarely: a
-        warm-up), everything queued until then is waited for, once."""
+        """Numbers of marks order one computing queue. If the caller moves to another stream (rarely: a warm-up),
+        everything queued until then is waited for, once."""
         current = torch.cuda.current_stream(self._device)
         if current != self._compute:
             torch.cuda.synchronize(self._device)
@@ -175,9 +161,9 @@ def open_copy_stream(device: Device) -> CopyStream:
     return GpuCopyStream(device) if device.is_gpu else CopyStream()
 
 
-class Slot:
-    """A buffer that copies fill and kernels read. It is written by `fill` and read inside `reading`, which keep the
-    order: filled only after its last use, read only after its last copy."""
+class ExpertBuffer:
+    """Memory of the device for one expert. It is written by `fill` and read inside `reading`, which keep the order: a
+    copy into it waits for the last kernel that read it; a kernel that reads it waits for the last copy into it."""
 
     def __init__(self, memory: torch.Tensor, stream: CopyStream) -> None:
         self._memory, self._stream = memory, stream
@@ -185,8 +171,8 @@ class Slot:
         self._used: Mark | None = None
 
     def used_until_now(self) -> None:
-        """For who reads it outside `reading`: a captured graph, which cannot tell. The next copy waits for all that is
-        queued for computing by now."""
+        """For what reads it outside `reading`: a captured segment, whose replay marks nothing. The next copy waits for
+        all that is queued for computing by now."""
         self._used = self._stream.mark_compute()
 
     def fill(self, write: Callable[[torch.Tensor], None]) -> None:
@@ -195,7 +181,7 @@ class Slot:
             self._stream.hold_copies(self._used)
         try:
             write(self._memory)
-        finally:  # what an error left half done is on its way all the same
+        finally:  # copies that were queued before an error are on their way all the same
             self._copied = self._stream.mark_copies()
 
     def save(self, read: Callable[[torch.Tensor], None]) -> None:
@@ -205,28 +191,26 @@ class Slot:
 
 
 @contextmanager
-def reading(slots: Sequence[Slot], stalls: StallClock | None = None) -> Iterator[None]:
-    """What is queued for computing in this block may read these slots."""
-    assert slots
-    stream = slots[0]._stream
-    marks = [slot._copied for slot in slots if slot._copied is not None]
+def reading(buffers: Sequence[ExpertBuffer], stalls: StallClock | None = None) -> Iterator[None]:
+    """What is queued for computing in this block may read these buffers."""
+    assert buffers
+    stream = buffers[0]._stream
+    marks = [buffer._copied for buffer in buffers if buffer._copied is not None]
     last = max(marks, key=lambda mark: mark.number, default=None)
     if last is not None and stream.awaits(last):
-        if stalls is not None:
-            stalls.hold(last)
-        else:
-            stream.hold_compute(last)
+        hold = stream.hold_compute if stalls is None else stalls.hold
+        hold(last)
     try:
         yield
     finally:
         used = stream.mark_compute()
-        for slot in slots:
-            slot._used = used
+        for buffer in buffers:
+            buffer._used = used
 
 
 class StallClock:
-    """How long the computing queue stood waiting for copies. Marks are read when they have passed anyway: asking the
-    time never makes anybody wait."""
+    """How long the computing queue stood waiting for copies. Marks are read only after they have passed, so measuring
+    makes neither host nor device wait."""
 
     def __init__(self, stream: CopyStream) -> None:
         self._stream = stream

@@ -1,7 +1,8 @@
-"""Device: the one door to the hardware. The rest of the engine never says "cuda".
+"""Device: the GPU or CPU that a rank computes on, behind one interface. Outside of
+hardware/ and the kernels no module uses torch.cuda.
 
-On the CPU every method does the nearest honest thing (memory of the machine, nothing to synchronise), so callers
-need no branches.
+On the CPU every method has its nearest meaning (memory of the machine, nothing to synchronise), so callers need no
+branches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.host import cpu_name
 
-# Compute capability -> the name people know the architecture by.
+# Compute capability -> the name of the architecture.
 ARCHITECTURES = {(7, 0): "Volta", (7, 5): "Turing", (8, 9): "Ada Lovelace", 8: "Ampere", 9: "Hopper"}
 ARCHITECTURES |= {10: "Blackwell", 11: "Blackwell", 12: "Blackwell"}
 
@@ -105,7 +106,7 @@ class Device:
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def allocated_bytes(self) -> int:
-        """In use by this process's tensors; 0 on a CPU, where nobody counts."""
+        """In use by this process's tensors; 0 on a CPU, where they are not counted."""
         return torch.cuda.memory_allocated(self.torch_device) if self.is_gpu else 0
 
     def peak_bytes(self, function: Callable[[], object]) -> int:
@@ -121,7 +122,7 @@ class Device:
         return peak
 
     def limit_memory(self, num_bytes: int | None) -> None:
-        """torch may take so much of the card and no more: a large card stands in for a small one. None = all of it."""
+        """torch may take so much of the card and no more, as if the card were smaller. None = all of it."""
         if self.is_gpu:
             share = 1.0 if num_bytes is None else num_bytes / self.memory()[1]
             torch.cuda.set_per_process_memory_fraction(share, self.torch_device)

@@ -15,7 +15,7 @@ class Capture(Protocol):
 
 
 def shared_pool() -> Capture:
-    """Captures that use one another's memory: none of them is replayed while what another left is still needed."""
+    """Captures that share their memory: no graph may be replayed while the results of another are still needed."""
     pool = None
 
     def capture(function: Callable[[], None], trial: bool = True) -> Callable[[], None]:

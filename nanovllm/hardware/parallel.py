@@ -1,8 +1,8 @@
-"""Parallel: which rank of how many this process is, and what the ranks say to each other.
+"""Parallel: which rank of how many this process is, and the collectives between the ranks.
 
-One rank needs no process group, no port and no rendezvous: `Parallel()` is complete. Layers ask it for their share of
-a size; sizes that do not divide are refused with the sizes that would. The group is an object that is handed on, not
-the process-wide default one of torch.distributed: two engines in one process do not meet.
+One rank needs no process group, no port and no rendezvous: `Parallel()` is complete. It computes a layer's share of a
+size; sizes that do not divide are refused with the sizes that would. The group is an object that is handed on, not
+the process-wide default one of torch.distributed: two engines in one process have one each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Parallel:
 
     @property
     def ranks_per_expert(self) -> int:
-        """So many neighbours have an expert between them, a share of it each."""
+        """So many neighbouring ranks have an equal share of an expert each."""
         return self.size // self.expert_size
 
     def share(self, total: int, what: str) -> int:
@@ -80,7 +80,7 @@ class Parallel:
         return range(first, first + total // self.expert_size)
 
     def share_kv_heads(self, total: int) -> tuple[int, int]:
-        """(how many this rank has, the first of them). With fewer heads than ranks, neighbours hold the same one."""
+        """(how many this rank has, the first of them). With fewer heads than ranks, neighbours have the same one."""
         if self.size <= total:
             share = self.share(total, "num_key_value_heads")
             return share, self.rank * share
@@ -92,7 +92,7 @@ class Parallel:
         return 1, self.rank * total // self.size
 
     def shard_vocab(self, total: int) -> Shard:
-        """Odd vocabularies are padded: all ranks have as many rows, the last of them fewer that mean something."""
+        """All ranks have as many rows; those past the end of the vocabulary are padding."""
         share = -(-total // self.size)
         start = min(self.rank * share, total)
         return Shard(0, start, min(share, total - start), total)
@@ -105,43 +105,39 @@ class Parallel:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors side by side along the last dimension, the same on all."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self.group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, dim=-1)
+        return x if self.size == 1 else torch.cat(self._gather(x).unbind(), dim=-1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors one below the other, rank 0's first; all have as many rows."""
-        if self.size == 1:
-            return x
+        return x if self.size == 1 else self._gather(x).flatten(0, 1)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
         found = x.new_empty(self.size, *x.shape)
         self.group.allgather([list(found)], [x.contiguous()]).wait()
-        return found.flatten(0, 1)
+        return found
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """int64 [ranks]: number i goes to rank i; what comes is by the rank it comes from."""
+        """int64 [ranks]: number i goes to rank i; number i of the result comes from rank i."""
         found = torch.empty_like(counts)
         self.group.alltoall_base(found, counts, [], []).wait()
         return found
 
     def exchange_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """The first `sent[0]` rows go to rank 0, the next to rank 1, ...; what comes is by rank, too. As bytes: a
-        library that only adds in some dtypes moves all of them."""
+        """The first `sent[0]` rows go to rank 0, the next to rank 1, ...; the result has the rows from
+        rank 0 first. As bytes: gloo and NCCL do not take every dtype."""
         found = rows.new_empty(sum(received), *rows.shape[1:])
         self.group.alltoall_base(found.view(torch.uint8), rows.contiguous().view(torch.uint8), received, sent).wait()
         return found
 
     def least(self, number: int) -> int:
-        """Of what the ranks found: for facts that all must decide by, such as free memory."""
+        """The smallest of the ranks' numbers: for facts on which all base the same decision, such as free memory."""
         return min(self.gather_numbers(number))
 
     def count_neighbours(self) -> int:
         """Ranks on this machine, this one included: they share its memory."""
         if self.size == 1:
             return 1
-        digest = hashlib.blake2b(machine_name().encode(), digest_size=7).digest()
-        here = int.from_bytes(digest, "little")
+        here = digest(machine_name().encode())
         return self.gather_numbers(here).count(here)
 
     def gather_numbers(self, number: int) -> list[int]:
@@ -149,9 +145,13 @@ class Parallel:
         if self.size == 1:
             return [number]
         device = "cuda" if "nccl" in type(self.group).__name__.lower() else "cpu"
-        parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
-        self.group.allgather([parts], [torch.tensor([number], dtype=torch.int64, device=device)]).wait()
-        return [int(part) for part in parts]
+        found: list[int] = self.gather_rows(torch.tensor([number], dtype=torch.int64, device=device)).tolist()
+        return found
+
+
+def digest(data: bytes) -> int:
+    """A number below 2**56, which fits an int64, for comparing data between ranks."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 def machine_name() -> str:
@@ -163,8 +163,8 @@ def machine_name() -> str:
 
 
 def open_store(port: int, size: int, is_master: bool, timeout: float, host: str = LOOPBACK) -> Any:
-    """Where the ranks find each other. The master opens it on `port`, 0 = any free one; `.port` says which. It listens
-    on `host` alone: left to itself, TCPStore listens on every interface whatever host it is given."""
+    """Where the ranks find each other. The master opens it on `port`, 0 = any free one, then `.port` has its number. It
+    listens on `host` alone: by default TCPStore listens on every interface, whatever host it is given."""
     from torch.distributed import TCPStore
 
     limit = timedelta(seconds=timeout)
@@ -184,12 +184,12 @@ def open_store(port: int, size: int, is_master: bool, timeout: float, host: str 
             master_listen_fd=listener.fileno(),
             use_libuv=True,
         )
-        listener.detach()  # it is the store's now
+        listener.detach()  # the store closes it
     return store
 
 
 def own_address(peer: str) -> str:
-    """The address of this machine under which `peer` sees it: that of the interface that leads there."""
+    """The address of this machine on the interface that leads to `peer`."""
     with socket.socket(socket.AF_INET6 if ":" in peer else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # of a datagram socket: finds the route, sends nothing
         return str(probe.getsockname()[0])
@@ -208,8 +208,8 @@ def give_up(parallel: Parallel) -> None:
 
 
 def disconnect(parallel: Parallel) -> None:
-    """Let go of the group, for good: its sockets and threads live until the last reference to it goes, and whoever
-    keeps the traceback of an error keeps the Parallel."""
+    """Drop the group: its sockets and threads stay until the last reference to it goes, and the traceback of an error
+    may keep the Parallel alive."""
     object.__setattr__(parallel, "group", None)
 
 
@@ -222,8 +222,8 @@ def connect(
 
     limit = timedelta(seconds=timeout)
     if device.type == "cuda":
-        # Left to itself, NCCL's watchdog ends the process of whoever waits too long, the caller's included; here a rank
-        # that is lost is an error with a name (ranks/faults.py).
+        # By default NCCL's watchdog ends a process that waits too long, the caller's included; here a lost rank is an
+        # EngineDeadError (ranks/faults.py).
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit

@@ -27,7 +27,7 @@ class HostBlock:
         if not device.is_gpu:
             try:
                 self.tensor = torch.empty(num_elements, dtype=dtype)
-            except RuntimeError as error:  # torch says "can't allocate memory" this way
+            except RuntimeError as error:  # torch raises "can't allocate memory" this way
                 raise MemoryError(str(error)) from error
             return
         locked = -(-num_elements * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -53,14 +53,14 @@ class HostBlock:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """The runtime keeps the code of a failed call until somebody asks, and torch asks after its next launch: it would
-    blame an innocent kernel. So launch one for that purpose."""
+    """The runtime keeps the code of a failed call until it is read, and torch reads it after its next launch: an
+    unrelated kernel would raise. So launch one here and drop its error."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 def available_host_bytes() -> int:
-    """What a process may still take: of the machine, or of the control group (a container) if that allows less."""
+    """What a process may still allocate: of the machine, or of its control group (a container) if that has less."""
     available = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     with contextlib.suppress(OSError, ValueError, KeyError):
         available = _numbers("/proc/meminfo")["MemAvailable:"] * 1024

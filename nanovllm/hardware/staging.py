@@ -1,9 +1,10 @@
 """Moving small arrays to a GPU and back without waiting, and without the classic race.
 
-A copy from pinned memory returns before it has read that memory. Whoever writes the buffer again too early changes a
+A copy from pinned memory returns before it has read that memory. Code that writes the buffer again too early changes a
 copy that is still under way: wrong tokens, rarely, on a busy card. Here that cannot be written by mistake: a buffer has
 one owner, `_Staging`, which reuses it only after the event of its last copy; a result has one owner, `Download`, which
-is read through `wait()` alone. On a CPU there is nothing to move: the same calls hand the arrays on.
+is read through `wait()` alone. `Transfers`, `FixedUpload` and `HostResult` are the versions for a CPU, where nothing
+moves.
 """
 
 from __future__ import annotations
@@ -22,87 +23,50 @@ class Arriving(Protocol):
 
     def wait(self) -> np.ndarray:
         """Once."""
-        ...
 
 
-class Transfers(Protocol):
-    device: torch.device
-
-    def send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        """The same arrays on the device. They are valid for work queued on the current stream from now on."""
-        ...
-
-    def start(self, tensor: torch.Tensor) -> Arriving: ...
-
-    def fixed(self, arrays: list[np.ndarray]) -> FixedUpload: ...
-
-    def reset(self) -> None:
-        """Nothing is on its way any more: buffers whose owner was dropped are free."""
-        ...
-
-
-class FixedUpload(Protocol):
-    """Tensors at fixed addresses, for a captured graph: shapes are those of the first arrays."""
-
-    tensors: list[torch.Tensor]
-
-    def send(self, arrays: list[np.ndarray]) -> None: ...
-
-
-def transfers_of(device: Device) -> Transfers:
-    return PinnedTransfers(device) if device.is_gpu else HostTransfers(device)
-
-
-@dataclass(frozen=True)
-class Here:
-    """A result that need not travel."""
-
-    tensor: torch.Tensor
+class HostResult:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = tensor.clone()  # a step that is called again may write the same memory
 
     def wait(self) -> np.ndarray:
-        return self.tensor.numpy()
+        return self._host.numpy()
 
 
-@dataclass(frozen=True)
-class HereFixed:
-    tensors: list[torch.Tensor]
+class FixedUpload:
+    """Tensors at fixed addresses, for a captured graph: shapes are those of the first arrays."""
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self.tensors = [torch.from_numpy(array.copy()) for array in arrays]
 
     def send(self, arrays: list[np.ndarray]) -> None:
         for tensor, array in zip(self.tensors, arrays):
             tensor.copy_(torch.from_numpy(array))
 
 
-class HostTransfers:
+class Transfers:
     def __init__(self, device: Device) -> None:
         self.device = device.torch_device
 
     def send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        """The same arrays on the device. They are valid for work queued on the current stream from now on."""
         return [torch.from_numpy(array) for array in arrays]
 
-    def start(self, tensor: torch.Tensor) -> Here:
-        return Here(tensor.clone())  # a step that is called again may write the same memory
+    def fixed(self, arrays: list[np.ndarray]) -> FixedUpload:
+        return FixedUpload(arrays)
 
-    def fixed(self, arrays: list[np.ndarray]) -> HereFixed:
-        return HereFixed([torch.from_numpy(array.copy()) for array in arrays])
-
-    def reset(self) -> None: ...
-
-
-class PinnedTransfers:
-    def __init__(self, device: Device) -> None:
-        self.device = device.torch_device
-        self._owner = device
-        self._uploader = Uploader(device)
-        self._downloads = Downloads()
-        self.send, self.start = self._uploader.send, self._downloads.start
-
-    def fixed(self, arrays: list[np.ndarray]) -> StaticUpload:
-        return StaticUpload(self._owner, arrays)
+    def start(self, tensor: torch.Tensor) -> Arriving:
+        return HostResult(tensor)
 
     def reset(self) -> None:
-        self._owner.synchronize()  # an interrupted upload may still be read, and has recorded no event
-        self._downloads.reset()
+        """Nothing is on its way any more: buffers whose owner was dropped are free."""
 
+
+def transfers_of(device: Device) -> Transfers:
+    return PinnedTransfers(device) if device.is_gpu else Transfers(device)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 ALIGN = 16  # each array begins at a multiple, so that a view of the right dtype is legal
 
@@ -146,43 +110,26 @@ def _views(memory: torch.Tensor, arrays: list[np.ndarray], places: list[slice]) 
     return [memory[place].view(dtype).view(array.shape) for place, dtype, array in zip(places, dtypes, arrays)]
 
 
-class Uploader:
-    """Packs arrays into one pinned buffer and sends them in one copy. Each copy costs the host tens of microseconds
-    whatever its size, so a step sends one."""
+class PinnedTransfers(Transfers):
+    """`send` packs arrays into one pinned buffer and sends them in one copy: each copy costs the host tens of
+    microseconds whatever its size. Pinned buffers for results live as long as this does: torch aborts the process if
+    pinned memory is freed after the card was lost, and a step that fails drops its Download first."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        super().__init__(device)
+        self._owner = device
         self._staging = _Staging(num_buffers=3, size=1 << 16)
+        self._free: list[torch.Tensor] = []  # for results
+        self._busy: list[torch.Tensor] = []
 
     def send(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        """The same arrays on the device. They are valid for work queued on the current stream from now on."""
         places, size = _places(arrays)
-        sent = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
+        sent = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._staging.copy(arrays, places, sent)
         return _views(sent, arrays, places)
 
-
-class StaticUpload:
-    """The same for a captured graph, which reads fixed addresses: shapes and places are those of the first arrays."""
-
-    def __init__(self, device: Device, arrays: list[np.ndarray]) -> None:
-        self._places, size = _places(arrays)
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
-        self._staging = _Staging(num_buffers=2, size=size)
-        self.tensors = _views(self._memory, arrays, self._places)
-        self.send(arrays)
-
-    def send(self, arrays: list[np.ndarray]) -> None:
-        self._staging.copy(arrays, self._places, self._memory)
-
-
-class Downloads:
-    """Pinned buffers for results. They live as long as this does: torch aborts the process if pinned memory is freed
-    after the card was lost, and a step that fails drops its Download first."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._busy: list[torch.Tensor] = []
+    def fixed(self, arrays: list[np.ndarray]) -> StaticUpload:
+        return StaticUpload(self.device, arrays)
 
     def start(self, tensor: torch.Tensor) -> Download:
         size = tensor.numel() * tensor.element_size()
@@ -199,14 +146,24 @@ class Downloads:
         self._free.append(buffer)
 
     def reset(self) -> None:
-        """Nothing is on its way any more: buffers whose Download was dropped are free."""
+        self._owner.synchronize()  # an interrupted upload may still be read, and has recorded no event
         self._free, self._busy = self._free + self._busy, []
 
 
-class Download:
-    """A device tensor on its way to the host."""
+class StaticUpload(FixedUpload):
+    def __init__(self, device: torch.device, arrays: list[np.ndarray]) -> None:
+        self._places, size = _places(arrays)
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._staging = _Staging(num_buffers=2, size=size)
+        self.tensors = _views(self._memory, arrays, self._places)
+        self.send(arrays)
 
-    def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor, owner: Downloads) -> None:
+    def send(self, arrays: list[np.ndarray]) -> None:
+        self._staging.copy(arrays, self._places, self._memory)
+
+
+class Download:
+    def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor, owner: PinnedTransfers) -> None:
         self._buffer, self._owner = buffer, owner
         self._host = buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
         self._host.copy_(tensor, non_blocking=True)

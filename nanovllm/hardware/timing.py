@@ -38,7 +38,7 @@ def _time_once(function: Callable[[], object], device: Device) -> float:
     function()
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / 1e3
+    return float(start.elapsed_time(stop)) / 1e3
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Launch:
 
 
 def record_launches(function: Callable[[], object], device: Device) -> list[Launch]:
-    """The kernels that one call launches, as the driver saw them; empty on a CPU or where the driver tells nobody."""
+    """The kernels that one call launches, as the driver saw them; empty on a CPU or where the driver reports none."""
     if not device.is_gpu:
         return []
     function()  # compiles, tunes and allocates: launches that a later call does not make

@@ -1,7 +1,7 @@
-"""The attention layer: project, turn, store, attend, project.
+"""The attention layer: project, rotate (RoPE), store, attend, project.
 
-`forward(x, step, cache)` reads all it needs from its arguments: which tokens (step) and where their keys and values
-live (cache). There is no context that a caller must have set up before.
+`forward(x, rope, step, cache)` reads everything from its arguments: the tokens (step) and the place of their keys and
+values (cache). There is no global context.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 
 @dataclass(frozen=True)
 class Step:
-    """The tensors of one step. Tokens of all sequences stand in one row after another; nothing is padded."""
+    """The tensors of one step: the tokens of all sequences one after another, without padding."""
 
     token_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    logit_rows: torch.Tensor | None  # int64: the tokens whose logits are wanted; None = all
+    logit_rows: torch.Tensor | None  # int64: the tokens whose logits are computed; None = all
     attention: AttentionBatch
 
 
@@ -32,7 +32,7 @@ KVCache = tuple[torch.Tensor, torch.Tensor]  # of one layer: [blocks, block_size
 
 @dataclass(frozen=True)
 class Rope:
-    """Angles for the tokens of a step, in the form the operators want them (ops/opset.py)."""
+    """Angles for the tokens of a step, in the form that the operators take (ops/opset.py)."""
 
     angles: Any  # gathered for each token, or the whole table if positions are given
     positions: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Token embedding and output head: two views of one table when the model ties them. Ranks have a piece of it each."""
+"""Token embedding and output head: one table if the model ties them. Each rank has a part of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from nanovllm.layers.build import Build, Layer
 
 
 class VocabEmbedding(Layer):
-    """Rows of the vocabulary are split over the ranks, padded to equal pieces; a rank answers for its own tokens with
-    their rows and for the others with zeros, and the sum is everybody's."""
+    """The rows of the vocabulary are split over the ranks, padded to equal parts. A rank looks up its own tokens and
+    has zeros for the others; an all-reduce adds these up."""
 
     def __init__(self, vocab_size: int, size: int, build: Build) -> None:
         super().__init__()
@@ -38,6 +38,6 @@ class LMHead(Layer):
         self.ops = build.ops
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab], the same on every rank: all sample alike, nobody has to be told."""
+        """[rows, vocab], the same on every rank: each samples the same tokens, so they need not be sent."""
         logits = self.parallel.all_gather(self.ops.linear(x, self.weight))
         return logits if self.parallel.size == 1 else logits[:, : self.vocab_size]

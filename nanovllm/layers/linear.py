@@ -1,9 +1,9 @@
 """Linear layers in the Megatron form, and the parts a checkpoint fills them with.
 
 A column-parallel layer splits its output over the ranks, a row-parallel layer its input; one all-reduce follows the
-latter, none is needed between the two. Several matrices that read the same input are stacked into one (one GEMM
-instead of three): `parts` names the stacked pieces and their rows, `shards` says which piece of the checkpoint's tensor
-each is, `elsewhere` which others are another rank's, and that is all that the weight loader needs to know.
+latter, none is needed between the two. Several matrices with the same input are stacked into one (one GEMM instead of
+three). The weight loader reads three tables: `parts` (the stacked parts and their numbers of rows), `shards` (which
+part of the checkpoint's tensor each is) and `elsewhere` (which parts are another rank's).
 """
 
 from __future__ import annotations

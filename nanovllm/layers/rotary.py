@@ -1,12 +1,12 @@
 """Rotary embedding: the table of cosines and sines for every position, for each way of stretching the context.
 
-RoPE turns pair i of a head by the angle position * f_i, f_i = theta^(-2i/d). A model asked to read further than it was
-trained for sees angles it never met; each scaling squeezes them differently:
+RoPE turns pair i of a head by the angle position * f_i, f_i = theta^(-2i/d). Beyond the trained length the angles are
+larger than any in training; each scaling makes them smaller in another way:
 
-    linear    f / factor: all positions squeezed alike
+    linear    f / factor: all frequencies divided by the same number
     dynamic   a larger theta, so that the slowest pair turns as far at the new length as it did at the old
-    llama3    slow pairs are squeezed, fast ones (which tell neighbours apart) kept, a ramp between
-    yarn      the same idea with the ramp in rotations per context, and attention sharpened by a constant
+    llama3    slow pairs are divided by factor, fast ones (which distinguish neighbours) kept, a ramp between
+    yarn      the same with the ramp in rotations per context, and attention logits multiplied by a constant
 
 A kind that is not here is refused when the config is read; ignoring one gives wrong text without an error.
 """
@@ -51,7 +51,7 @@ def _llama3(plain: torch.Tensor, factor: float, original: float, rope: RopeConfi
     if high <= low:
         raise ModelError(f"config.json: high_freq_factor={high} must exceed low_freq_factor={low}")
     turns = original * plain / (2 * math.pi)  # full turns over the original context
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: squeeze, 1: leave
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divide by factor, 1: keep
     return (1 - keep) * plain / factor + keep * plain
 
 

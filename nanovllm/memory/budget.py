@@ -1,10 +1,10 @@
-"""How the memory of a card and of its host is shared out: dense weights, experts, KV cache, scratch. No torch here.
+"""How the memory of a card and of its host is divided: dense weights, experts, KV cache, scratch. No torch here.
 
     tiers = size_tiers(Memory(gpu_bytes, host_bytes), ModelFacts(model_config, itemsize=2), Wants(max_model_len=4096))
 
 Everything is arithmetic in bytes on facts of config.json, so `nanovllm plan` and the engine decide alike, and a test
-can stand on both sides of every boundary. Options named `_gb`, and GiB in messages, are 2**30 bytes. Of several ranks
-all that is said here is about one: its card, its part of the model (memory/facts.py), its share of the host.
+can check both sides of every boundary. Options named `_gb`, and GiB in messages, are 2**30 bytes. Of several ranks all
+figures are those of one: its card, its part of the model (memory/facts.py), its share of the host.
 
 What a card holds, in this order:
 
@@ -12,16 +12,17 @@ What a card holds, in this order:
     usable = dense weights + largest step + graphs and libraries + experts + KV cache
 
 Resident: all experts, and the KV cache gets what is left (at least one sequence of max_model_len). Offload: the KV
-cache gets a tenth of what is left, at least one such sequence; experts get slots for the rest, of which 2 x top_k
-stream (all misses of a layer, and those of the next one, pass through them) and the others keep what is chosen often.
-All experts live in host memory if it holds them: a slot is a copy, so eviction moves no bytes. If it does not, host
-memory and cached slots hold different experts (moe/offload/cache.py), and on disk are those for which neither has room.
+cache gets a tenth of what is left, at least one such sequence; the rest is expert buffers, each with room for one
+expert. 2 x top_k of them stream (all misses of a layer, and those of the next one, pass through them), the others keep
+experts that are chosen often: the cached ones. If host memory holds all experts, a buffer holds a copy and eviction
+moves no bytes. If it does not, host memory and cached buffers hold different experts (moe/offload/cache.py), and on
+disk are those for which neither has room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
@@ -33,8 +34,8 @@ GIB = 2**30
 CONTEXT_BYTES = 512 << 20  # what a CUDA context takes of a card before the first tensor: 0.3 to 0.6 GB by card
 GRAPH_BYTES = 512 << 20  # kept free for captured graphs, the sampler's scratch, the libraries' buffers
 KV_SHARE = 10  # offload: a tenth of what is left goes to the KV cache
-STEP_SHARE = 20  # a step may take a twentieth of the card, if nobody says how many tokens it has
-STEP_TOKENS = (256, 16384)  # and has at least and at most so many
+STEP_SHARE = 20  # a step may take a twentieth of the card, if max_num_batched_tokens is not given
+STEP_TOKENS = (256, 16384)  # and then has at least and at most so many
 MIN_HOST_RESERVE = 4 * GIB  # for the operating system, Python and the page cache that the disk tier reads through
 
 
@@ -65,14 +66,18 @@ class Memory:
         usable = min(int(self.gpu_bytes * self.utilization), self.gpu_bytes - self.context_bytes)
         return max(usable if self.free_bytes is None else min(usable, self.free_bytes), 0)
 
+    def shared(self, per_host: int) -> Memory:
+        """One of so many cards of a host, each with its part of the host's memory."""
+        return replace(self, host_bytes=self.host_bytes // per_host)
+
     def card_for(self, needed: int) -> int:
         """The smallest card with so many usable bytes."""
         return max(int(needed / self.utilization) + 1, needed + self.context_bytes)
 
 
 def default_step_tokens(memory: Memory, model: ModelFacts, max_num_seqs: int) -> int:
-    """max_num_batched_tokens for who gave none: large, because each piece of a prompt streams all experts once, but not
-    at the price of the slots."""
+    """max_num_batched_tokens where it is not given: large, because each piece of a prompt streams all experts once, but
+    its scratch memory takes room from expert buffers."""
     fewest, num_tokens = STEP_TOKENS
     while num_tokens > fewest and model.step_bytes(num_tokens, max_num_seqs) > memory.usable_bytes // STEP_SHARE:
         num_tokens //= 2
@@ -81,7 +86,7 @@ def default_step_tokens(memory: Memory, model: ModelFacts, max_num_seqs: int) ->
 
 @dataclass(frozen=True)
 class Wants:
-    """What the user asks for; lengths already resolved to numbers."""
+    """Settings of the engine that decide what fits; lengths already resolved to numbers."""
 
     max_model_len: int
     max_num_batched_tokens: int = 16384
@@ -95,17 +100,17 @@ class Wants:
 
 @dataclass(frozen=True)
 class Tiers:
-    """What goes where. Counts of experts are over all layers; a quota is one sparse layer's share of cached slots."""
+    """What goes where. Counts of experts are over all layers; a quota is one sparse layer's share of cached buffers."""
 
     placement: str  # "resident" or "offload"
     quotas: tuple[int, ...]
     num_streaming: int
     host_experts: int
-    disk_experts: int  # neither in host memory nor in a cached slot, once these are full
-    held: tuple[int, ...]  # offload: experts that host memory and cached slots hold together, by sparse layer
+    disk_experts: int  # neither in host memory nor in a cached buffer, once these are full
+    held: tuple[int, ...]  # offload: experts that host memory and cached buffers hold together, by sparse layer
     kv_bytes: int  # whole blocks
     kv_tokens: int
-    longest_context: int  # of one sequence, the most that this placement allows (offload: with the fewest slots)
+    longest_context: int  # of one sequence, the most that this placement allows (offload: with the fewest buffers)
     usable_bytes: int
     dense_bytes: int
     step_bytes: int
@@ -123,20 +128,20 @@ class Tiers:
 
     @property
     def lone_experts(self) -> int:
-        """On the device and not in host memory, once the cached slots are full."""
+        """On the device and not in host memory, once the cached buffers are full."""
         return sum(self.held) - self.host_experts
 
     @property
-    def num_slots(self) -> int:
+    def num_buffers(self) -> int:
         return self.num_cached + self.num_streaming
 
     @property
     def gpu_expert_bytes(self) -> int:
-        return self.num_slots * self.expert_bytes + self.resident_bytes
+        return self.num_buffers * self.expert_bytes + self.resident_bytes
 
 
 def refuse_without_experts(model: ModelConfig, placement: str, cache_gb: float | None) -> None:
-    """On a dense model these options would do nothing: who gives them hopes for memory that will not be saved."""
+    """On a dense model these options would do nothing: they are refused, because they save no memory there."""
     asked = "expert_placement='offload'" if placement == "offload" else f"expert_cache_gb={cache_gb}"
     if model.moe is None and (placement == "offload" or cache_gb is not None):
         raise ConfigError(
@@ -145,7 +150,7 @@ def refuse_without_experts(model: ModelConfig, placement: str, cache_gb: float |
 
 
 def size_tiers(memory: Memory, model: ModelFacts, wants: Wants) -> Tiers:
-    """Raises DoesNotFit with figures when there is no way; ConfigError when an option asks for the impossible."""
+    """Raises DoesNotFit with figures when there is no way; ConfigError when an option is impossible here."""
     refuse_without_experts(model.config, wants.placement, wants.cache_gb)
     budget = _Budget.of(memory, model, wants)
     everything = model.all_experts_bytes
@@ -183,9 +188,9 @@ class _Budget:
             experts = f", {model.num_experts} experts {gib(everything)}" if everything else ""
             advice = ""
             if everything and self._offload_needs() <= self.left:
-                slots = (self.left - self.one_sequence) // model.expert_bytes
+                buffers = (self.left - self.one_sequence) // model.expert_bytes
                 advice = (
-                    f"; expert_placement='offload' (or 'auto') runs here with {min(slots, model.num_experts)} of "
+                    f"; expert_placement='offload' (or 'auto') runs here with {min(buffers, model.num_experts)} of "
                     f"{model.num_experts} experts on the GPU"
                 )
             asked = "expert_placement='resident': " if everything and self.wants.placement == "resident" else ""
@@ -201,23 +206,23 @@ class _Budget:
         if wants.cache_gb is not None:
             self._check_cache(wants.cache_gb)
         if least > self.left:
-            slots = f", {model.top_k} expert slots {gib(model.top_k * model.expert_bytes)}"
-            raise self._refusal(least, "", slots, "")
-        most_slots = model.num_experts + 2 * model.top_k
+            experts = f", {model.top_k} expert slots {gib(model.top_k * model.expert_bytes)}"
+            raise self._refusal(least, "", experts, "")
+        most_buffers = model.num_experts + 2 * model.top_k
         most_kv = wants.max_num_seqs * self.one_sequence
         if wants.cache_gb is not None:
-            num_slots = min(int(wants.cache_gb * GIB) // model.expert_bytes, most_slots)
-            for_context = self.left - num_slots * model.expert_bytes
+            num_buffers = min(int(wants.cache_gb * GIB) // model.expert_bytes, most_buffers)
+            for_context = self.left - num_buffers * model.expert_bytes
         else:
             kv = min(max(self.one_sequence, self.left // KV_SHARE), most_kv)
             kv = min(kv, self.left - model.top_k * model.expert_bytes)
-            num_slots = min((self.left - kv) // model.expert_bytes, most_slots)
+            num_buffers = min((self.left - kv) // model.expert_bytes, most_buffers)
             for_context = self.left - model.top_k * model.expert_bytes
-        # Twice top_k: one layer's misses are computed on while the next one's arrive. A card with fewer slots than
-        # that keeps none: a kept expert is worth less than a ring in which copying and computing overlap.
-        num_streaming = min(2 * model.top_k, num_slots)
-        quotas = spread(num_slots - num_streaming, model.num_sparse_layers)
-        kv = min(self.left - num_slots * model.expert_bytes, most_kv)
+        # Twice top_k: one layer's misses are computed on while the next one's arrive. A card with fewer buffers
+        # than that keeps none: a kept expert gains less than a ring in which copying and computing overlap.
+        num_streaming = min(2 * model.top_k, num_buffers)
+        quotas = spread(num_buffers - num_streaming, model.num_sparse_layers)
+        kv = min(self.left - num_buffers * model.expert_bytes, most_kv)
         return self._tiers("offload", quotas, num_streaming, kv, for_context)
 
     def _offload_needs(self) -> int:
@@ -225,10 +230,10 @@ class _Budget:
 
     def _check_cache(self, cache_gb: float) -> None:
         model = self.model
-        num_slots = int(cache_gb * GIB) // model.expert_bytes
-        if num_slots < model.top_k:
+        num_buffers = int(cache_gb * GIB) // model.expert_bytes
+        if num_buffers < model.top_k:
             raise ConfigError(
-                f"expert_cache_gb={cache_gb}: holds {num_slots} experts of {gib(model.expert_bytes)}, but a token "
+                f"expert_cache_gb={cache_gb}: holds {num_buffers} experts of {gib(model.expert_bytes)}, but a token "
                 f"needs {model.top_k} at once: give at least {ceil_gb(model.top_k * model.expert_bytes)}"
             )
         if int(cache_gb * GIB) > self.memory.gpu_bytes:
@@ -237,7 +242,7 @@ class _Budget:
                 f"is left after dense weights and KV cache"
             )
         room = self.left - self.one_sequence
-        wanted = min(num_slots, model.num_experts + 2 * model.top_k) * model.expert_bytes
+        wanted = min(num_buffers, model.num_experts + 2 * model.top_k) * model.expert_bytes
         if wanted > room >= model.top_k * model.expert_bytes:
             raise ConfigError(
                 f"expert_cache_gb={cache_gb}: dense weights ({gib(model.dense_bytes)}), the largest step "
@@ -303,7 +308,7 @@ class _Budget:
         )
 
     def _host_memory(self) -> tuple[int, list[str]]:
-        """Bytes of it for experts, and what the user should know about that."""
+        """Bytes of it for experts, and notes for the user about that."""
         spare = max(self.memory.host_bytes - max(MIN_HOST_RESERVE, self.memory.host_bytes // 8), 0)
         notes = []
         if self.wants.host_gb is not None:
@@ -320,7 +325,7 @@ class _Budget:
 
 def fit_host(num_bytes: int, layer_bytes: Sequence[int], num_experts: int) -> tuple[int, ...]:
     """Experts of each layer that so much host memory holds: equally many, and of the last layers one more, as far as it
-    goes. The first layers may have one more slot (`spread`): so all layers hold the same number on both together."""
+    goes. The first layers may have one more buffer (`spread`): so all layers hold the same number on both together."""
     rounds = min(num_bytes // sum(layer_bytes), num_experts)
     left = num_bytes - rounds * sum(layer_bytes) if rounds < num_experts else 0
     more = sum(total <= left for total in accumulate(reversed(layer_bytes)))

@@ -1,26 +1,23 @@
-"""Settings for `nanovllm plan` where nobody asked for any: as many sequences, as long, as the memory holds."""
+"""Settings of an Estimate where PlanOptions leave them open: as many sequences, as long, as the memory holds."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from nanovllm.memory.budget import (
     GIB,
     STEP_TOKENS,
     DoesNotFit,
     Memory,
-    ModelFacts,
     Tiers,
     Wants,
     default_step_tokens,
     size_tiers,
 )
+from nanovllm.memory.facts import ModelFacts
+from nanovllm.memory.options import PlanOptions
 
-if TYPE_CHECKING:
-    from nanovllm.cli.plan import PlanOptions
-
-MIN_LEN = 256  # below that nobody wants to use it
+MIN_LEN = 256  # a shorter context is of no use
 
 
 def choose(memory: Memory, model: ModelFacts, options: PlanOptions) -> tuple[Wants, Tiers | None, DoesNotFit | None]:

@@ -55,7 +55,7 @@ class ModelFacts:
 
     @property
     def expert_bytes(self) -> int:
-        """Of the largest: what a slot takes."""
+        """Of the largest: what an expert buffer takes."""
         return max(self.layer_bytes, default=0)
 
     @property
@@ -136,7 +136,7 @@ class ModelFacts:
 
 
 def _extras(config: ModelConfig) -> tuple[bool, bool, bool, bool]:
-    """(qkv bias, out bias, MLP bias, head norm). models/ says the same when it builds; a test compares the two."""
+    """(qkv bias, out bias, MLP bias, head norm), as models/ builds them; a test compares the two."""
     name, hf = config.architecture, config.hf
     bias = bool(hf.get("attention_bias", False)) and not name.startswith(("Qwen2", "Mixtral"))
     mlp_bias = bool(hf.get("mlp_bias", False)) and name.startswith(("Llama", "Mistral"))

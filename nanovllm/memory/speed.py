@@ -5,11 +5,11 @@ layer touches on average
 
     D(B) = E x (1 - (1 - top_k / E)^B)
 
-of them (2.0, 5.5, 7.9 of 8 for B = 1, 4, 16). A touched expert is in a slot with probability h, else it is copied:
+of them (2.0, 5.5, 7.9 of 8 for B = 1, 4, 16). A touched expert is in a buffer with probability h, else it is copied:
 
     bytes copied = sum over layers of D(B) x (1 - h(quota)) x bytes of an expert
 
-and comes from disk with probability 1 - h(held), where held are the experts of the layer that cached slots and host
+and comes from disk with probability 1 - h(held), where held are the experts of the layer that cached buffers and host
 memory hold together: different ones, the hottest of all (moe/offload/cache.py).
 
 Routing decides h. Even routing: h = quota / E, the worst case. Real routers are skewed; simulated with skewed
@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from nanovllm.memory.budget import Tiers
 from nanovllm.memory.facts import ModelFacts
 
+DISK_BANDWIDTH = 3e9  # bytes a second, assumed
+LINK_BANDWIDTH = 25e9  # from host to device, where it is not measured
 SKEWED = ((0.0, 0.0), (0.25, 0.49), (0.5, 0.70), (0.75, 0.87), (1.0, 1.0))  # (share of experts cached, hit rate)
 
 

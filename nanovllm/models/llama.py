@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, and Mistral (whose sliding window is a fact of its config, honoured by every backend)."""
+"""Llama 2 and 3, SmolLM2, and Mistral (whose sliding window is part of ModelConfig; every backend applies it)."""
 
 from __future__ import annotations
 

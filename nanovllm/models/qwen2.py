@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v, always, whatever the config says."""
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v, whatever attention_bias is in the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: every head of q and k is normed before it is turned."""
+"""Qwen3: Llama with an RMSNorm on every head of q and k, before RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3 with experts in place of MLPs, in all layers or in those the config says."""
+"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3 with experts in place of MLPs, in all layers or in those the config names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The decoder that every family here shares: embed, N x (attention, MLP or experts), norm, head.
 
-A family (llama.py, qwen3.py, mixtral.py, ...) only says how it differs, as a `Style`; its checkpoint names are data,
-the RULES below. The residual stream travels beside the branch (`x`, `residual`), so that each addition is fused with
+A family (llama.py, qwen3.py, mixtral.py, ...) is a `Style`: how it differs. Its checkpoint names are data, the RULES
+below. The residual stream is a second value beside the branch (`x`, `residual`), so that each addition is fused with
 the norm that follows it.
 """
 
@@ -29,7 +29,7 @@ from nanovllm.weights.rules import Rule
 
 @dataclass(frozen=True)
 class Style:
-    """What is special about a family."""
+    """How a family differs from Llama without biases."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -45,7 +45,7 @@ class Parts:
     build: Build
     backend: AttentionBackend
     max_model_len: int
-    experts: MakeExperts | None = None  # None: all experts live in the device's memory
+    experts: MakeExperts | None = None  # None: all experts are in the device's memory
 
 
 RULES = (
@@ -68,7 +68,7 @@ class DecoderLayer(Layer):
         super().__init__()
         build, eps = parts.build, config.rms_norm_eps
         self.ops = build.ops
-        self.fuses = config.moe is None and build.parallel.size == 1  # sums over ranks or experts stand in between
+        self.fuses = config.moe is None and build.parallel.size == 1  # sums over ranks or experts prevent it
         self.attention_norm = RMSNorm(config.hidden_size, eps, build)
         sizes, biases = (config.hidden_size, spec, config.num_kv_heads), (style.qkv_bias, style.out_bias)
         self.attention = Attention(*sizes, parts.backend, build, *biases, eps if style.head_norm else None)
@@ -98,8 +98,8 @@ class DecoderLayer(Layer):
         return self.mlp_norm(x, residual)
 
     def forward_few(self, x: torch.Tensor, rope: Rope, step: Step, cache: KVCache) -> torch.Tensor:
-        """The same for one or two tokens, where every launch costs as much as its work: norms, the gate and the sums
-        ride in the matrix products beside them. x is the residual stream itself."""
+        """The same for one or two tokens, where a launch costs as much as its work: norms, the gate and the sums are
+        computed inside the matrix products beside them. x is the residual stream itself."""
         gemv, attention, mlp = self.ops.gemv, self.attention, self.mlp
         norm = (self.attention_norm.weight, self.attention_norm.eps)
         mixed = attention.mix(gemv(x, attention.qkv.weight, attention.qkv.bias, norm=norm), rope, step, cache)
@@ -128,7 +128,7 @@ class Transformer(Layer):
         self.register_buffer("cos_sin", table.to(build.device), persistent=False)
 
     def forward(self, step: Step, caches: list[KVCache]) -> torch.Tensor:
-        """Final hidden states of the rows whose logits are wanted, [len(step.logit_rows), hidden]."""
+        """Final hidden states of the rows step.logit_rows, [len(step.logit_rows), hidden]."""
         x = self.embed(step.token_ids)  # [tokens, hidden]
         x, residual = self.through(range(len(caches)), x, None, step, caches)
         return self.last_norm(x, residual, step)
@@ -145,7 +145,7 @@ class Transformer(Layer):
         return x, residual
 
     def last_norm(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> torch.Tensor:
-        """It and the head, the model's largest matrix, only see the rows that are asked for."""
+        """Only of step.logit_rows: the head, the model's largest matrix, need not compute the others."""
         if step.logit_rows is not None:
             x, residual = x[step.logit_rows], None if residual is None else residual[step.logit_rows]
         x, _ = self.norm(x, residual)

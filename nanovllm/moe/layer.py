@@ -1,7 +1,7 @@
 """The sparse layer: a router chooses top_k experts for every token, and their outputs are added, each by its weight.
 
-The layer knows how experts are chosen, not where they live: that is `Experts`. ResidentExperts keeps all of them in the
-memory of the device; those that do not fit it come from elsewhere and give the same bits.
+Where the experts live is hidden behind `Experts`: ResidentExperts keeps all of them in the memory of the device;
+OffloadedExperts brings those that do not fit from elsewhere and gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,15 +23,6 @@ class Experts(Protocol):
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, /) -> torch.Tensor:
         """x [tokens, hidden], ids int32 and weights float32 [tokens, top_k] -> [tokens, hidden]."""
-
-
-class SplitExperts(Experts, Protocol):
-    """Experts whose computing can be taken apart: `leave(sum_pairs(pairs of enter(x)))`. Dense ones read x and write
-    the result; low-rank ones (projections.py) work in fewer dimensions, which a token enters and leaves once."""
-
-    def enter(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def leave(self, total: torch.Tensor) -> torch.Tensor: ...
 
 
 MakeExperts = Callable[[int, MoeConfig, int, Build], Experts]  # (layer index, facts, hidden size, build)

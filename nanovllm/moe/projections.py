@@ -1,13 +1,14 @@
-"""How a token enters its experts and leaves them: what the experts of a layer share, and the sum over the ranks.
+"""Projections that the low-rank experts of a layer share (U1 and U3 before them, U2 inside or after them), and the
+all-reduce of the experts' sum over tensor-parallel ranks.
 
     z = enter(x)                       dense: x itself. Low-rank: x @ [U1 | U3], once a token, for all of its experts
     pairs = expert_pairs(z, ...)       low-rank: gate reads the first half of z, up the second; w2 "input": U2 is
                                        applied inside (`between`), since it acts on what differs by expert
     y = leave(sum of pairs)            w2 "output": the experts were added in r2 dimensions, U2 is applied once
 
-Several ranks have a share of each expert and so a part of every sum: `leave` adds the parts up, the one time per layer
-that they meet (why once is enough: weights/expert_form.py). Experts that are spread over ranks meet in another way
-(spread.py), and there `leave` adds nothing.
+Each of several ranks has a share of every expert and so a part of every sum: `leave` adds the parts up, in one
+all-reduce a layer (why one is enough: weights/expert_form.py). Experts that are spread over ranks are added up by
+spread.py, and there `leave` adds nothing.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from nanovllm.weights.expert_form import DOWN, GATE, UP, ExpertForm
 
 
 class ResidentExperts(SharedProjections):
-    """Experts of a layer, stacked in two matrices: all of them, of which several ranks have a share each as of a dense
-    MLP; or those that this rank was given, if they are spread over ranks (spread.py)."""
+    """All experts of a layer, of which several ranks have a share each as of a dense MLP; or, if experts are spread
+    over ranks (spread.py), those of this rank."""
 
     def __init__(self, moe: MoeConfig, hidden: int, build: Build, form: ExpertForm | None = None) -> None:
         """`form`: of low-rank experts."""
@@ -43,15 +43,15 @@ class ResidentExperts(SharedProjections):
             return self.spread(self, x, ids, weights)
         return self.leave(self.ops.sum_pairs(self.pairs(self.enter(x), ids, weights)))
 
-    def pairs(self, z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What each chosen expert gives, [tokens, top_k, out_size]. Expert e is in slot e, less the first one here."""
+    def pairs(self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What each chosen expert gives, [tokens, top_k, out_size]. `ids`: among those of this rank."""
         gate_up, down = self.gate_up.weight.view(self.gate_up_shape), self.down.weight.view(self.down_shape)
-        return self.ops.expert_pairs(z, gate_up, down, slots, weights, between=self.between)
+        return self.ops.expert_pairs(z, gate_up, down, ids, weights, between=self.between)
 
 
 def resident_experts(forms: dict[int, ExpertForm]) -> MakeExperts:
-    """`Parts.experts` for a model with these forms by layer. V of low-rank experts is stacked as dense experts are,
-    so kernels, slots, copies and captured pieces are theirs with other sizes (weights/expert_form.py)."""
+    """`Parts.experts` for a model with these forms by layer. V of low-rank experts is stacked as dense experts are:
+    kernels, buffers, copies and captured segments are the same with other sizes (weights/expert_form.py)."""
     return lambda layer, moe, hidden, build: ResidentExperts(moe, hidden, build, forms[layer])
 
 

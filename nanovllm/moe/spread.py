@@ -3,13 +3,13 @@
 Every rank takes a slice of the step's tokens. There are n ranks, e groups of them (`expert_size`, mostly n) that own a
 layer's experts in order, and k choices a token:
 
-    1. counts       each rank tells each other how many rows it will send. The host reads the answer, as the sizes of
-                    what comes must be known before it can come: a step with spread experts is not captured as a graph
+    1. counts       each rank sends each other how many rows will follow. The host reads these counts, as a receive
+                    needs its size first: a step with spread experts is not captured as a graph
     2. there        a row per pair (token, expert), sorted by owner: what the expert reads, its number, its weight
     3. compute      the owner's experts, each over the rows of all ranks at once
     4. back         the same way; each row lands beside the others of its token
-    5. sum          of a token's rows, in the order of its choices: the same numbers whoever computed them
-    6. gather       of the slices: attention, which is tensor-parallel, wants all tokens on all ranks
+    5. sum          of a token's rows, in the order of its choices: the same numbers whichever rank computed them
+    6. gather       of the slices: attention, which is tensor-parallel, needs all tokens on all ranks
 
 With more ranks than groups, an expert is cut over the n / e ranks of its group (weights/expert_form.py). A row is
 then sent to each of them, and their parts are added in step 5: no second kind of group, no other sum.
@@ -23,28 +23,16 @@ its receiver has too; nothing here relies on that, and the ranks need not even h
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.hardware.parallel import Parallel
-from nanovllm.ops.opset import Ops
-from nanovllm.weights.expert_form import ExpertForm
+
+if TYPE_CHECKING:
+    from nanovllm.moe.resident import ResidentExperts
 
 EXTRA = 8  # bytes of a row besides the numbers: the expert's, int32, and its weight, float32
-
-
-class HostedExperts(Protocol):
-    """This rank's experts: see Factors and ResidentExperts."""
-
-    ops: Ops
-    form: ExpertForm
-
-    def enter(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def pairs(self, z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
-
-    def leave(self, total: torch.Tensor) -> torch.Tensor: ...
 
 
 class Spread:
@@ -53,21 +41,23 @@ class Spread:
         self._num_here, self._parallel = num_here, parallel
 
     def __call__(
-        self, experts: HostedExperts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self, experts: ResidentExperts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         ranks, num_tokens = self._parallel, len(x)
         each = -(-num_tokens // ranks.size)  # the last slices may be shorter, or empty
         mine = slice(min(ranks.rank * each, num_tokens), min((ranks.rank + 1) * each, num_tokens))
         out = x.new_zeros(each, x.shape[1])
         x, ids, weights = x[mine], ids[mine], weights[mine]
-        # Kernels are not asked about no rows at all; but a rank without tokens has experts that others wait for.
+        # Kernels are not launched for zero rows; but a rank without tokens has experts that other ranks wait for.
         z = experts.enter(x) if len(x) else x.new_empty(0, experts.form.in_size)
         rows = self._visit(experts, z, ids, weights)
         if len(x):
             out[: len(x)] = experts.leave(experts.ops.sum_pairs(rows))
         return ranks.gather_rows(out)[:num_tokens]
 
-    def _visit(self, experts: HostedExperts, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _visit(
+        self, experts: ResidentExperts, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """What the experts of this rank's tokens give, weighted: [tokens, top_k * shares, out_size]."""
         ranks, (num_tokens, top_k), shares = self._parallel, ids.shape, self._parallel.ranks_per_expert
         first = (ids // self._num_here).view(-1, 1) * shares  # the first rank that has (a share of) the expert
@@ -80,21 +70,21 @@ class Spread:
         came = ranks.exchange_rows(_pack(z[pairs // top_k], local, share), sent, received)
         found, out_size = z.new_empty(0, experts.form.out_size), experts.form.out_size
         if len(came):
-            theirs, slots, share = _unpack(came, z.dtype)
-            found = experts.pairs(theirs, slots[:, None], share[:, None])[:, 0]
+            theirs, local, share = _unpack(came, z.dtype)
+            found = experts.pairs(theirs, local[:, None], share[:, None])[:, 0]
         back = ranks.exchange_rows(found, received, sent)
         rows = torch.empty_like(back)
         rows[order] = back
         return rows.view(num_tokens, top_k * shares, out_size)
 
 
-def _pack(z: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _pack(z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """One message instead of three: [rows, bytes]."""
-    parts = (z, slots.int()[:, None], weights.float()[:, None])
+    parts = (z, ids.int()[:, None], weights.float()[:, None])
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
 
 
 def _unpack(packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     z = packed[:, :-EXTRA].contiguous().view(dtype)
-    slots, weights = (part.contiguous() for part in packed[:, -EXTRA:].split(EXTRA // 2, 1))
-    return z, slots.view(torch.int32)[:, 0], weights.view(torch.float32)[:, 0]
+    ids, weights = (part.contiguous() for part in packed[:, -EXTRA:].split(EXTRA // 2, 1))
+    return z, ids.view(torch.int32)[:, 0], weights.view(torch.float32)[:, 0]

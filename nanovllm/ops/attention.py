@@ -1,4 +1,4 @@
-"""What paged attention means: the slow fp32 oracle that every backend and kernel is held against.
+"""The definition of paged attention: the slow fp32 reference that every backend and kernel is compared with.
 
 `paged_attention_reference(q, k_cache, v_cache, query_starts, context_lens, block_tables, scale, window)`:
 q [tokens, num_q_heads, head_dim] is flattened over sequences, sequence s owning rows query_starts[s] to

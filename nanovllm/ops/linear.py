@@ -20,6 +20,6 @@ _TRANSPOSED_ROWS = range(4, 49)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if x.dim() == 2 and x.shape[0] in _TRANSPOSED_ROWS and x.is_cpu and x.dtype == torch.float32:
-        out = torch.mm(weight, x.t()).t().contiguous()  # later views and norms want rows in memory order
+        out = torch.mm(weight, x.t()).t().contiguous()  # later views and norms need rows in memory order
         return out if bias is None else out.add_(bias)
     return F.linear(x, weight, bias)

@@ -4,21 +4,22 @@
 fp32, the k largest, equal ones by lower id; divided by their sum if renormalise. They are chosen by logit, which orders
 them as the probability does but is exact: implementations whose exp differs in the last bit choose the same experts.
 
-`expert_pairs(x [T, H], gate_up [S, 2I, H], down [S, H, I], slots int32 [T, k], weights [T, k], out=None)` -> [T, k, H]:
+`expert_pairs(x [T, H], gate_up [S, 2I, H], down [S, H, I], buffers int32 [T, k], weights [T, k])` -> [T, k, H]:
 
-    out[t, j] = weights[t, j] * down[s] @ (silu(gate_up[s, :I] @ x[t]) * (gate_up[s, I:] @ x[t])),    s = slots[t, j].
+    out[t, j] = weights[t, j] * down[s] @ (silu(gate_up[s, :I] @ x[t]) * (gate_up[s, I:] @ x[t])),   s = buffers[t, j].
 
 Low-rank experts (weights/expert_form.py) are the same with other sizes and two additions:
 
     x [T, 2K] where gate_up is [S, 2I, K]    gate reads the first half of a row, up the second
     between [R, I], down [S, H, R]           silu(gate) * up is multiplied by `between`, the same for all, before down
 
-A row whose slot is -1 is left as it was. Rows of out have as many numbers as down has outputs. S need not be the number
-of experts: gate_up and down may be the slots of one pool of memory, with any stride between them. Sums are fp32; the
-SiLU product is rounded to x.dtype, as are its product with `between` and out.
+`buffers` holds numbers of expert buffers; a row whose number is -1 is left as it was (`out` is given then). Rows of out
+have as many numbers as down has outputs. S is the number of buffers, which need not be the number of experts: gate_up
+and down may be views of one pool of memory, with any stride between its buffers. Sums are fp32; the SiLU product is
+rounded to x.dtype, as are its product with `between` and out.
 
 Several passes give the bits of one. Experts that do not fit a card are computed in turns: each pass gets the same x and
-weights and a `slots` with only some experts' pairs, the others -1. A result row depends on x[t], on its expert's
+weights and a `buffers` with only some experts' pairs, the others -1. A result row depends on x[t], on its expert's
 weights, on weights[t, j], on T and on which pairs share its expert; never on the pairs of other experts. Callers
 therefore keep all pairs of an expert in one pass. Here it holds because every expert is a matrix product of its own,
 over rows that begin on a cache line (a BLAS may choose other kernels by the number of rows, and by alignment).
@@ -50,17 +51,17 @@ def expert_pairs(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    slots: torch.Tensor,
+    buffers: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
     between: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    (num_tokens, top_k), out_size = slots.shape, down.shape[1]
+    (num_tokens, top_k), out_size = buffers.shape, down.shape[1]
     out = x.new_empty(num_tokens, top_k, out_size) if out is None else out
     rows = out.view(-1, out_size)
-    order = slots.flatten().sort(stable=True).indices  # pairs by slot, those without one first
-    counts = torch.bincount(slots.flatten() + 1, minlength=gate_up.shape[0] + 1).tolist()
+    order = buffers.flatten().sort(stable=True).indices  # pairs by buffer, those without one first
+    counts = torch.bincount(buffers.flatten() + 1, minlength=gate_up.shape[0] + 1).tolist()
     order, counts = order[counts[0] :], counts[1:]
     if len(order) == 0:
         return out
@@ -71,13 +72,13 @@ def expert_pairs(
         found = F.grouped_mm(active, down.transpose(1, 2), offs=ends)
         rows[order] = _weighted(found, weights, order)
         return out
-    for slot, pairs in enumerate(order.split(counts)):
+    for buffer, pairs in enumerate(order.split(counts)):
         if len(pairs):
             tokens = pairs // top_k
-            both = _split_linear(x, tokens, gate_up[slot]) if is_split else linear(x[tokens], gate_up[slot])
+            both = _split_linear(x, tokens, gate_up[buffer]) if is_split else linear(x[tokens], gate_up[buffer])
             active = silu_mul(both)
             active = active if between is None else linear(active, between)
-            rows[pairs] = _weighted(linear(active, down[slot]), weights, pairs)
+            rows[pairs] = _weighted(linear(active, down[buffer]), weights, pairs)
     return out
 
 
@@ -104,7 +105,7 @@ def _uses_grouped_mm(x: torch.Tensor, size: int) -> bool:
 
 @functools.cache
 def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Its devices and dtypes grew from release to release: one small call tells."""
+    """Tried with one small call: its devices and dtypes grew from release to release."""
     x, ends = torch.zeros(16, 32, dtype=dtype, device=device), torch.tensor([0, 16], dtype=torch.int32, device=device)
     try:
         F.grouped_mm(x, torch.zeros(2, 32, 32, dtype=dtype, device=device).transpose(1, 2), offs=ends)

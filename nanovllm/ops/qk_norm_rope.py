@@ -1,4 +1,4 @@
-"""From the packed projection to attention: norm q and k (where the model does), turn them, store k and v, return q.
+"""From the packed projection to attention: norm q and k (where the model does), rotate them, store k and v, return q.
 
 The plain composition of rms_norm, rotate and store_kv; `ops/triton/qk_norm_rope.py` does all of it in one kernel.
 """
@@ -21,8 +21,8 @@ def qk_norm_rope(
     slots: torch.Tensor,
     num_q_heads: int,
 ) -> torch.Tensor:
-    """qkv [tokens, (heads + 2 kv_heads) * head_dim] -> q [tokens, heads, head_dim]. The angles are gathered already, so
-    the positions, which the kernel wants, are not needed."""
+    """qkv [tokens, (heads + 2 kv_heads) * head_dim] -> q [tokens, heads, head_dim]. `positions` is an
+    argument of the kernel, which gathers its angles itself; here they are gathered already."""
     _, _, num_kv_heads, head_dim = k_cache.shape
     heads = qkv.view(len(qkv), -1, head_dim)
     num_turned = num_q_heads + num_kv_heads

@@ -34,11 +34,3 @@ def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
     pairs = turned.float().unflatten(-1, (2, half))
     out = (pairs * angles.cos).addcmul_(pairs.flip(2), angles.sin).view(tokens, num_heads, 2 * half).to(heads.dtype)
     return out if 2 * half == head_dim else torch.cat((out, heads[..., 2 * half :]), dim=-1)
-
-
-def apply_rotary(
-    q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [tokens, num_q_heads, head_dim], k [tokens, num_kv_heads, head_dim]. The inputs are not changed."""
-    angles = gather_angles(cos_sin, positions)
-    return rotate(q, angles), rotate(k, angles)

@@ -1,4 +1,4 @@
-"""SamplerState: what the running sequences ask of the sampler, as data on the device.
+"""SamplerState: the sampling parameters of the running sequences, as data on the device.
 
 A captured graph holds the addresses of these arrays, so one graph serves every mix of requests. A row is filled when a
 sequence arrives (`sampling/device_rows.py`), read by `ops/triton/sampling.py`, which also counts the tokens it draws.

@@ -25,8 +25,6 @@ Triton twin: `ops/triton/sampling.py`, equal except where two candidates lie wit
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 TILE = 2048  # part of the definition: another tile size draws other tokens
@@ -183,8 +181,8 @@ def filtered_reference(
             break
         width = min(width, int(limits[waiting].max()))
         x = logits if len(waiting) == len(logits) else logits[waiting]
-        few: Any = (part[waiting] for part in (scales, limits, top_ps, min_ps, totals))
-        ids, counts, settled = kept_ids(x, *few, width)
+        s, n, p, m, mass = (part[waiting] for part in (scales, limits, top_ps, min_ps, totals))
+        ids, counts, settled = kept_ids(x, s, n, p, m, mass, width)
         done, ids, counts = waiting[settled], ids[settled], counts[settled]
         noise = gumbel(philox(seeds[done], ids, positions[done], LEVEL_COLUMN))
         scores = logits[done.unsqueeze(1), ids] * scales[done] + noise

@@ -1,7 +1,7 @@
-"""Which executor an engine gets, and on which device its rank computes (contract.py says what they are).
+"""Which executor an engine gets, and on which device its rank computes (contract.py lists the executors).
 
-Unless one is asked for: one rank is local; several are processes of this machine, or, in a script that torchrun
-started with as many ranks, those that it started.
+Without distributed_executor_backend one rank is local; several are processes of this machine, or, in a script that
+torchrun started with as many ranks, the ranks of that script.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def choose_executor(config: EngineConfig) -> tuple[MakeExecutor, Device]:
     if name == "torchrun":
         place = Place.of(os.environ)
         if place is None or place.size != size:
-            was = "nobody" if place is None else f"torchrun with {place.size} ranks"
+            found = "not started by torchrun" if place is None else f"started by torchrun with {place.size} ranks"
             raise ConfigError(
-                f"distributed_executor_backend='torchrun', tensor_parallel_size={size}: this process was started by "
-                f"{was}; run `torchrun --nproc-per-node {size} script.py` or the like"
+                f"distributed_executor_backend='torchrun', tensor_parallel_size={size}: this process was {found}; run "
+                f"`torchrun --nproc-per-node {size} script.py` or the like"
             )
         return TorchrunExecutor, Device.of_rank(config.device, place.local_rank)
     device = Device.of_rank(config.device, 0) if size > 1 else Device.choose(config.device)

@@ -5,14 +5,15 @@
     ray           one actor per rank, on the machines of a Ray cluster; the caller's process computes nothing
     torchrun      every rank runs the caller's whole script, started by torchrun on one or more machines
 
-The engine launches plans in order and asks for their results in the same order; `overlap` says how many may be launched
-before the first result is asked for. Tensors pass between the ranks (NCCL, gloo); plans go to them as bytes (wire.py).
+The engine launches plans in order and takes their results in the same order; `overlap` is the number of plans that may
+be launched before the first result is taken. Tensors pass between the ranks (NCCL, gloo); plans go to them as bytes
+(wire.py).
 
-Faults. One rank (but for ray): a step that raises fails alone, unless the GPU is lost with it. Several: ranks that are
-a step apart never meet again, so a step in which any rank fails is the end of the engine. `launch` and `result` then
-raise EngineDeadError that names the rank and the cause, at most `worker_timeout` and 2 s after it hung, and go on
-raising it. `check`, called again and again, finds a rank that died or hung while there was nothing to compute.
-After `close` nothing is left: no process, no port, no memory; a new engine can be made at once.
+Faults. One rank (but for ray): a step that raises fails alone, unless the GPU is lost with it. Several: two ranks of
+which one has missed a step wait in different collectives for ever, so a step in which any rank fails ends the engine.
+`launch` and `result` then raise EngineDeadError with the rank and the cause, at most `worker_timeout` and 2 s after it
+hung, and every later call raises it again. `check`, called again and again, finds a rank that died or hung while there
+was nothing to compute. After `close` nothing is left: no process, no port, no memory; a new engine can be made at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nanovllm.hardware.device import Device
 from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.model_runner import InFlight
+from nanovllm.runner.probe import Probe
 from nanovllm.scheduling.plan import StepPlan
 
 
@@ -43,18 +45,22 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> InFlight: ...
 
     def reset(self) -> None:
-        """Forget every sequence: a step was interrupted, and nothing that it changed can be trusted. The next plan
-        names all of them among its departures, for ranks that were not interrupted."""
+        """Forget every sequence: a step was interrupted, and what it changed may be half done. The next plan has all
+        sequences among its departures, for ranks that were not interrupted."""
         ...
 
     def check(self) -> None:
-        """Raises EngineDeadError if nothing can be computed any more. Between two steps; does not wait for a rank that
-        is well: it is asked now, and must have answered when `check` is called `worker_timeout` later."""
+        """Raises EngineDeadError if nothing can be computed any more. Called between two steps; does not wait: it sends
+        each rank a message, whose answer must be there when `check` is called `worker_timeout` later."""
         ...
 
     def expert_stats(self) -> ExpertStats | None: ...
 
     def describe(self) -> dict[str, Any]: ...
+
+    def probe(self) -> Probe:
+        """For benchmarks: of the part of the model that is in this process."""
+        ...
 
     def close(self) -> None:
         """Calling it twice is fine."""

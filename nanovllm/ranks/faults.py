@@ -1,10 +1,10 @@
-"""Who is to blame when ranks fail: one does, and all others find that they cannot reach it.
+"""Which rank is the cause when several report a fault: one fails, and all others then fail to reach it.
 
-Each rank reports what it saw. A rank whose error was raised inside a collective (hardware/parallel.py) only lost touch;
-the one to name raised elsewhere, or died, or says nothing although all others do.
+Each rank reports its own exception. A rank whose exception was raised inside a collective (hardware/parallel.py) only
+lost touch with another; the cause is a rank that raised elsewhere, or died, or has no report although all others have.
 
-gloo gives up by itself after worker_timeout. A GPU that waits for another inside a kernel does not, and its host waits
-with it: an Alarm, in a thread of its own, ends the kernels then.
+gloo ends a wait by itself after worker_timeout. A GPU that waits for another inside a kernel does not, and its host
+waits with it: an Alarm, in a thread of its own, ends the kernels then.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nanovllm.hardware import parallel
 FAILED, LOST = "failed", "lost"
 STARTUP_SECONDS = 600.0  # to load the weights
 CONNECT_SECONDS = 30.0  # to find each other, once all are there
-GRACE_SECONDS = 1.25  # for the others to say what they saw, after one noticed
+GRACE_SECONDS = 1.25  # for the reports of the other ranks, after the first fault
 LOOK_SECONDS = 0.02
-ALARM_SECONDS = 0.25  # between two looks of an alarm
+ALARM_SECONDS = 0.25  # between two checks of an alarm
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ class Report:
 
 
 class Alarm:
-    """Rings when something watched takes too long, or when another rank is known to be dead. Ringing must make what is
-    watched return, or raise; whatever it returns then is not to be used."""
+    """Calls `ring` when a watched function takes too long, or when `is_lost`: another rank is dead. `ring` must make
+    the watched function return or raise; its result is then discarded."""
 
     def __init__(self, seconds: float, is_lost: Callable[[], bool], ring: Callable[[], None]) -> None:
         self._seconds, self._is_lost, self._ring = seconds, is_lost, ring
@@ -87,11 +87,11 @@ class Alarm:
             self._thread.join()
 
 
-def collect_reports(look: Callable[[], list[Report]], num_ranks: int, seconds: float = GRACE_SECONDS) -> list[Report]:
-    """Look again until the cause is known, everybody has spoken, or the time is up."""
+def collect_reports(read: Callable[[], list[Report]], num_ranks: int, seconds: float = GRACE_SECONDS) -> list[Report]:
+    """Read again until the cause is among the reports, every rank has reported, or the time is up."""
     deadline = time.monotonic() + seconds
     while True:
-        reports = look()
+        reports = read()
         done = any(report.kind == FAILED for report in reports) or len(reports) >= num_ranks
         if done or time.monotonic() >= deadline:
             return reports
@@ -108,6 +108,5 @@ def name_cause(reports: list[Report], num_ranks: int, waited: float) -> str:
         return "; ".join(failed)
     silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
     if silent:
-        which = ", ".join(map(str, silent))
-        return f"rank {which}: {no_answer(waited)}"
+        return f"rank {', '.join(map(str, silent))}: {no_answer(waited)}"
     return "; ".join(f"rank {report.rank} lost touch with the others: {report.text}" for report in reports)

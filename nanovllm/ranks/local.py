@@ -1,7 +1,7 @@
 """LocalExecutor: the model in this process: alone, without a process group, or one rank of several.
 
 `launch(plan)` starts a step and returns an InFlight; `InFlight.result()` waits for it. On the CPU the work is done
-inside `launch`; the contract is the one that overlapping devices and other processes need.
+inside `launch`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nanovllm.runner.expert_memory import card_bytes
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.memory import fit_cache
 from nanovllm.runner.model_runner import InFlight
+from nanovllm.runner.probe import Probe
 from nanovllm.scheduling.plan import StepPlan
 from nanovllm.weights.checkpoint import Checkpoint
 
@@ -61,7 +62,7 @@ class LocalExecutor:
         with logged("memory of the largest step measured"):
             self.layout = fit_cache(self.blueprint, model)
         if self.offload is not None:
-            self.offload.forget()  # the step that was tried says nothing about which experts will be wanted
+            self.offload.forget()  # all tokens of the trial step are 0: its experts are not those of real text
         with logged("cache allocated and graphs captured"):
             self.runner = self.blueprint.make_runner(model, self.layout)
             if not config.enforce_eager:
@@ -73,27 +74,28 @@ class LocalExecutor:
 
     @property
     def overlap(self) -> int:
-        """How many plans may be launched before the first is committed. With offloaded experts the host takes part in
-        every layer, so there is nothing to plan ahead of."""
+        """With offloaded experts the host takes part in every layer, so the next plan cannot be made meanwhile."""
         return self.runner.overlap if self.offload is None else 1
 
     @property
     def decode_steps(self) -> int:
-        """Tokens between two looks of the scheduler, for who does not say: a GPU's host must not be asked for each, but
-        where a token takes long, nobody should wait for eight."""
+        """Several on a GPU, where the scheduler would take longer than a step; one where a step takes long itself."""
         return GPU_DECODE_STEPS if self.device.is_gpu and self.offload is None else 1
 
     def expert_stats(self) -> ExpertStats | None:
         """Cumulative; None unless experts are offloaded."""
         return None if self.offload is None else self.offload.stats()
 
+    def probe(self) -> Probe:
+        return Probe(self.device, self.layout, self.runner, self.offload)
+
     def launch(self, plan: StepPlan) -> InFlight:
         flight = self._guard(lambda: self.runner.launch(plan))
         return InFlight(lambda: self._guard(flight.result))
 
     def _guard(self, function: Callable[[], T]) -> T:
-        """A step fails alone, unless the card is lost with it. With other ranks any failure ends the engine, and what
-        runs on the card may wait for them, so the card is not tried (several.py)."""
+        """A step fails alone, unless the card is lost with it. With other ranks any failure ends the engine, and
+        kernels on the card may wait for those ranks for ever, so the card is not synchronised (several.py)."""
         try:
             return function()
         except Exception as error:
@@ -105,7 +107,7 @@ class LocalExecutor:
             raise
 
     def check(self) -> None:
-        """While nothing is computed nothing fails here: a lost card is found by the step that loses it."""
+        """Nothing to check: a lost card is found by the step that loses it."""
 
     def reset(self) -> None:
         self.runner.reset()
@@ -142,7 +144,7 @@ class LocalExecutor:
         }
 
     def _describe_experts(self) -> dict[str, Any]:
-        """Nothing of experts that are as the model has them, on the device."""
+        """Empty if all experts are on the device as the checkpoint has them."""
         experts: dict[str, Any] = {} if self.offload is None else self.offload.describe()
         if self.parallel.expert_size > 1:
             experts = {"placement": "resident", "spread_over": self.parallel.expert_size}

@@ -1,7 +1,7 @@
 """MultiprocessExecutor: one process per rank on this machine. Rank 0 is here, the others are workers (worker.py).
 
 Plans go to the workers as bytes through socket pairs, which have no name and no port; the ranks find each other on a
-free port of the loopback interface. What comes back is trouble, and, between two steps, that a worker is well.
+free port of the loopback interface. Workers send back faults, and, between two steps, answers to pings.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import EngineDeadError, NanoVLLMError
-from nanovllm.hardware.device import Device
+from nanovllm.errors import EngineDeadError
 from nanovllm.hardware.parallel import connect, limit_waiting, open_store
-from nanovllm.model_config import ModelConfig
 from nanovllm.ranks.faults import (
     CONNECT_SECONDS,
     FAILED,
@@ -34,12 +31,9 @@ from nanovllm.ranks.faults import (
     Report,
     no_answer,
 )
-from nanovllm.ranks.local import ALONE, LocalExecutor
-from nanovllm.ranks.several import SeveralRanks, check_sizes, kill_at_exit, options_for
+from nanovllm.ranks.several import SeveralRanks, kill_at_exit, options_for
 from nanovllm.ranks.wire import encode_plan, receive, send
-from nanovllm.runner.limits import StepLimits
 from nanovllm.scheduling.plan import StepPlan
-from nanovllm.weights.checkpoint import Checkpoint
 
 CLOSE_SECONDS = 3.0
 KILL_SECONDS = 0.2  # for workers of a dead engine to end by themselves
@@ -50,35 +44,35 @@ class Worker:
     rank: int
     process: subprocess.Popen[bytes]
     connection: socket.socket
-    said: Report | None = None
-    asked: float | None = None  # when, if the answer has not come yet
+    fault: Report | None = None
+    pinged_at: float | None = None  # None: the answer has come
 
-    def ask(self) -> None:
-        """It answers when it has launched all plans before."""
-        if self.asked is None:
-            self.asked = time.monotonic()
+    def ping(self) -> None:
+        """The answer comes after all plans before it are launched."""
+        if self.pinged_at is None:
+            self.pinged_at = time.monotonic()
             with contextlib.suppress(OSError):  # its process has ended, which report() finds
                 send(self.connection, b"Q")
 
     def report(self) -> Report | None:
-        """What it said before it ended, or how it ended; None while it is well. Never waits."""
-        while self.said is None and select.select([self.connection], [], [], 0)[0]:
+        """Its fault, or how its process ended; None while it runs. Never waits."""
+        while self.fault is None and select.select([self.connection], [], [], 0)[0]:
             message = receive(self.connection)
             if message is None:
                 break
             if message[0] == b"A":
-                self.asked = None
+                self.pinged_at = None
                 continue
-            kind = {b"F": FAILED, b"L": LOST}.get(message[0], FAILED)
-            self.said = Report(self.rank, kind, message[1].decode(errors="replace"))
-        if self.said is None and self.process.poll() is not None:
+            kind = LOST if message[0] == b"L" else FAILED
+            self.fault = Report(self.rank, kind, message[1].decode(errors="replace"))
+        if self.fault is None and self.process.poll() is not None:
             code = self.process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            self.said = Report(self.rank, FAILED, f"its process {how}")
-        return self.said
+            self.fault = Report(self.rank, FAILED, f"its process {how}")
+        return self.fault
 
-    def await_word(self, kind: bytes, deadline: float) -> None:
-        """`H` or `R`, or else EngineDeadError."""
+    def await_message(self, kind: bytes, deadline: float) -> None:
+        """`H` or `R`; another message, or none, raises EngineDeadError."""
         while not select.select([self.connection], [], [], 0.2)[0]:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 break
@@ -90,8 +84,8 @@ class Worker:
                 raise EngineDeadError(f"rank {self.rank}: {message[1].decode(errors='replace')}")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE_SECONDS)
-        said = self.report()
-        text = said.text if said else f"not started after {STARTUP_SECONDS:.0f} s"
+        fault = self.report()
+        text = fault.text if fault else f"not started after {STARTUP_SECONDS:.0f} s"
         raise EngineDeadError(f"rank {self.rank}: {text}")
 
 
@@ -105,86 +99,56 @@ def start_worker(rank: int) -> Worker:
 
 
 class MultiprocessExecutor(SeveralRanks):
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        checkpoint: Checkpoint,
-        device: Device,
-        limits: StepLimits,
-    ) -> None:
-        super().__init__(0, config.tensor_parallel_size, config.worker_timeout)
-        check_sizes(config, model_config)
+    def _connect(self) -> None:
+        size = self._size
         self._workers: list[Worker] = []
-        self._looking = threading.Lock()  # the alarm's thread looks too
-        try:
-            self._start(config, model_config, checkpoint, device, limits)
-        except BaseException as error:
-            own = Report.of(0, error)
-            quick = not isinstance(error, Exception) or isinstance(error, NanoVLLMError)
-            cause = own.text if quick else self._cause(own)
-            self._dead = cause
-            self.close()
-            if quick:
-                raise
-            raise EngineDeadError(f"starting {self._size} ranks failed: {cause}") from error
-
-    def _start(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        checkpoint: Checkpoint,
-        device: Device,
-        limits: StepLimits,
-    ) -> None:
-        size, parallel = self._size, ALONE
-        if size > 1:
-            store = open_store(0, size, is_master=True, timeout=STARTUP_SECONDS)
-            threads = max(1, torch.get_num_threads() // size)
-            options = {**options_for(config, limits), "size": size, "port": store.port, "threads": threads}
-            for rank in range(1, size):
-                self._workers.append(start_worker(rank))
-            self._finalizer = kill_at_exit(self, [worker.process for worker in self._workers])
-            for worker in self._workers:
-                send(worker.connection, b"I", json.dumps({**options, "rank": worker.rank}).encode())
-            deadline = time.monotonic() + STARTUP_SECONDS
-            for worker in self._workers:
-                worker.await_word(b"H", deadline)
-            parallel = connect(store, 0, size, device.torch_device, max(self._timeout, CONNECT_SECONDS))
-            limit_waiting(parallel, STARTUP_SECONDS)
-            self._parallel = parallel
-        self._inner = LocalExecutor(config, model_config, checkpoint, device, limits, parallel)
+        self._reading = threading.Lock()  # the alarm's thread reads reports too
+        if size == 1:
+            return
+        store = open_store(0, size, is_master=True, timeout=STARTUP_SECONDS)
+        threads = max(1, torch.get_num_threads() // size)
+        options = {**options_for(self._config, self._limits), "size": size, "port": store.port, "threads": threads}
+        for rank in range(1, size):
+            self._workers.append(start_worker(rank))
+        self._finalizer = kill_at_exit(self, [worker.process for worker in self._workers])
         for worker in self._workers:
-            worker.await_word(b"R", time.monotonic() + STARTUP_SECONDS)
+            send(worker.connection, b"I", json.dumps({**options, "rank": worker.rank}).encode())
+        deadline = time.monotonic() + STARTUP_SECONDS
+        for worker in self._workers:
+            worker.await_message(b"H", deadline)
+        self._parallel = connect(store, 0, size, self._device.torch_device, max(self._timeout, CONNECT_SECONDS))
+        limit_waiting(self._parallel, STARTUP_SECONDS)
+
+    def _await_ready(self) -> None:
+        for worker in self._workers:
+            worker.await_message(b"R", time.monotonic() + STARTUP_SECONDS)
             worker.connection.settimeout(self._timeout)  # a worker that hangs reads no plans
-        self._set_alarm(device)
 
-    def _tell(self, plan: StepPlan) -> None:
-        if self._workers:
-            data = encode_plan(plan)
-            for worker in self._workers:
-                try:
-                    send(worker.connection, b"P", data)
-                except OSError as error:
-                    if isinstance(error, TimeoutError):
-                        worker.said = Report(worker.rank, FAILED, no_answer(self._timeout))
-                    raise LostTouchError(f"rank {worker.rank} took no plan") from error
+    def _send_plan(self, plan: StepPlan) -> None:
+        data = encode_plan(plan)
+        for worker in self._workers:
+            try:
+                send(worker.connection, b"P", data)
+            except OSError as error:
+                if isinstance(error, TimeoutError):
+                    worker.fault = Report(worker.rank, FAILED, no_answer(self._timeout))
+                raise LostTouchError(f"rank {worker.rank} took no plan") from error
 
-    def _look(self) -> list[Report]:
-        with self._looking:
+    def _reports(self) -> list[Report]:
+        with self._reading:
             return [report for worker in self._workers if (report := worker.report())]
 
     def _find_dead(self) -> list[Report]:
-        found, now = [report for report in self._look() if report.kind == FAILED], time.monotonic()
-        silent = [w for w in self._workers if w.asked is not None and now - w.asked > self._timeout]
+        found, now = [report for report in self._reports() if report.kind == FAILED], time.monotonic()
+        silent = [w for w in self._workers if w.pinged_at is not None and now - w.pinged_at > self._timeout]
         return found or [Report(worker.rank, FAILED, no_answer(self._timeout)) for worker in silent]
 
-    def _ask(self) -> None:
+    def _ping(self) -> None:
         for worker in self._workers:
-            worker.ask()
+            worker.ping()
 
     def _abandon(self) -> None:
-        with self._looking:
+        with self._reading:
             workers, self._workers = self._workers, []
         for worker in workers:
             worker.connection.close()  # ends its loop

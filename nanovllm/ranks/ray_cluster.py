@@ -4,9 +4,9 @@ The cluster is the one that this process has joined (`ray.init`), or else the on
 machine alone that is started here and stopped by `close`. A placement group keeps the ranks on as few machines as it
 can; neighbours in rank are on one machine. The caller's process computes nothing: plans go out as bytes in actor calls,
 results come back from rank 0 (both through Ray's own channel). The ranks find each other in a store on rank 0's
-machine, on a free port, of the loopback interface if they are all there.
+machine, on a free port, of the loopback interface if all ranks are on that machine.
 
-    actor   place -> where it is      open_store -> port      start -> facts      launch(plan)...  result...  ask
+    actor   place -> where it is      open_store -> port      start -> facts      launch(plan)...  result...  ping
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineDeadError
@@ -35,11 +35,13 @@ from nanovllm.ranks.worker import Follower, open_executor
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.model_runner import InFlight
+from nanovllm.runner.probe import Probe
 from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.weights.checkpoint import Checkpoint
 
 RESERVE_SECONDS = 120.0  # for the cluster to find room
 DEATH_SECONDS = 5.0  # for Ray to notice that a process is gone
+T = TypeVar("T")
 
 
 def import_ray() -> Any:
@@ -51,15 +53,15 @@ def import_ray() -> Any:
 
 
 def join_ray(ray: Any, **own: Any) -> None:
-    """The Ray of RAY_ADDRESS, or one of our own, with these options, that nobody outside this machine can reach."""
+    """The Ray of RAY_ADDRESS, or a new one with these options that no other machine can reach."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read by the processes that Ray starts
     if address := os.environ.get("RAY_ADDRESS"):
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
         return
     from ray._private import ray_constants
 
-    # Whoever reaches a Ray may run code in it. On Linux it listens on all interfaces, and an address given as loopback
-    # is replaced by the machine's outer one, unless this switch (meant for other systems) is off.
+    # A Ray runs the code that any connection sends. On Linux it listens on all interfaces, and replaces an address
+    # given as loopback by the machine's outer one, unless this switch (meant for other systems) is off.
     kept, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(
@@ -71,24 +73,23 @@ def join_ray(ray: Any, **own: Any) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the engine must know of rank 0."""
+    """Properties of rank 0's executor that the engine reads."""
 
     layout: CacheLayout
     overlap: int
     decode_steps: int
-    num_parameters: int
     has_offload: bool
     described: dict[str, Any]
 
 
 class RayRank:
-    """The actor. What goes wrong in it is an answer (a Report), not an exception: Ray would wrap it in its own."""
+    """The actor. It returns its faults as Reports: Ray would wrap an exception in its own."""
 
     def __init__(self) -> None:
         self._store: Any = None
         self._rank = 0
-        self._follower: Follower | None = None
-        self._trouble: Report | None = None  # the first that it had: what follows from it is not news
+        self._follower: Follower  # made by start
+        self._fault: Report | None = None  # the first one; later ones follow from it
 
     def place(self) -> tuple[str, str, int]:
         """(machine, address, process)"""
@@ -118,35 +119,29 @@ class RayRank:
             executor.layout,
             executor.overlap,
             executor.decode_steps,
-            executor.num_parameters,
             executor.expert_stats() is not None,
             executor.describe(),
         )
 
     def launch(self, data: bytes) -> Report | None:
-        assert self._follower is not None
-        if self._trouble is None:
-            try:
-                self._follower.launch(data)
-            except Exception as error:
-                self._trouble = Report.of(self._rank, error)
-        return self._trouble
+        return self._try(lambda: self._follower.launch(data))
 
     def result(self) -> StepResult | Report:
-        assert self._follower is not None
-        if self._trouble is None:
-            try:
-                return self._follower.result()
-            except Exception as error:
-                self._trouble = Report.of(self._rank, error)
-        return self._trouble
+        return self._try(self._follower.result)
 
-    def ask(self) -> Report | None:
-        """Whether it is well; answered after all calls before."""
-        return self._trouble
+    def _try(self, function: Callable[[], T]) -> T | Report:
+        if self._fault is None:
+            try:
+                return function()
+            except Exception as error:
+                self._fault = Report.of(self._rank, error)
+        return self._fault
+
+    def ping(self) -> Report | None:
+        """Returns after all calls before it."""
+        return self._fault
 
     def expert_stats(self) -> ExpertStats | None:
-        assert self._follower is not None
         return self._follower.executor.expert_stats()
 
 
@@ -167,17 +162,18 @@ class RayExecutor:
         self._actors: list[Any] = []
         self._places: list[tuple[str, str, int]] = []
         self._calls: list[Any] = []  # the last one of each rank
+        self._called = time.monotonic()  # when these calls were made
         self._num_uncollected = 0  # plans whose result was not fetched yet
-        self._called = time.monotonic()  # when they were made
         self._group: Any = None
         self._owns_cluster = not self._ray.is_initialized()
         try:
             if self._owns_cluster:
-                least = 80 * 2**20  # that it takes: nothing large is kept there
+                least = 80 * 2**20  # what Ray accepts: nothing large is kept there
                 cores = max(self._size, os.cpu_count() or 1)
                 join_ray(self._ray, num_cpus=cores, object_store_memory=least, log_to_driver=False)
             self._reserve(config.device)
-            self._facts = self._start({**options_for(config, limits), "size": self._size})
+            self._facts = facts = self._start({**options_for(config, limits), "size": self._size})
+            self.layout, self.overlap, self.decode_steps = facts.layout, facts.overlap, facts.decode_steps
         except BaseException as error:
             self._dead = str(error)
             self.close()
@@ -189,7 +185,7 @@ class RayExecutor:
         if gpus and not here and wanted == "auto":
             raise ConfigError(
                 f"device='auto': the Ray cluster has {gpus:.0f} GPUs, this machine none, and sizes are chosen here: "
-                f"start the engine on a machine like those of the ranks, or say device='cpu'"
+                f"start the engine on a machine like those of the ranks, or set device='cpu'"
             )
         if here and gpus < self._size:
             raise ConfigError(f"tensor_parallel_size={self._size}: the Ray cluster has {gpus:.0f} GPUs; use fewer")
@@ -244,28 +240,15 @@ class RayExecutor:
         facts, deadline = list(self._calls), time.monotonic() + STARTUP_SECONDS
         while facts:
             done, facts = ray.wait(facts, timeout=1.0)
-            if self._look() or (not done and time.monotonic() > deadline):
+            if self._reports() or (not done and time.monotonic() > deadline):
                 raise EngineDeadError(f"starting {self._size} ranks failed: {self._cause()}")
         found: Facts = ray.get(self._calls[0])
         return found
 
     # ---- the contract ------------------------------------------------------------------------------------------
 
-    @property
-    def layout(self) -> CacheLayout:
-        return self._facts.layout
-
-    @property
-    def overlap(self) -> int:
-        return self._facts.overlap
-
-    @property
-    def decode_steps(self) -> int:
-        return self._facts.decode_steps
-
-    @property
-    def num_parameters(self) -> int:
-        return self._facts.num_parameters
+    def probe(self) -> Probe:
+        return Probe(self.device, self.layout)
 
     def describe(self) -> dict[str, Any]:
         return {**self._facts.described, "hosts": sorted({address for _, address, _ in self._places})}
@@ -274,28 +257,28 @@ class RayExecutor:
         if self._dead is not None or not self._facts.has_offload:
             return None
         with self._ending_on_interrupt():
-            self._note([self._actors[0].expert_stats.remote(), *self._calls[1:]])
+            self._keep_calls([self._actors[0].expert_stats.remote(), *self._calls[1:]])
             with contextlib.suppress(self._ray.exceptions.RayError):
                 found: ExpertStats = self._ray.get(self._calls[0], timeout=self._timeout)
                 return found
-            self._end(self._cause())  # the next launch says so
+            self._end(self._cause())  # the next launch raises
         return None
 
     def launch(self, plan: StepPlan) -> InFlight:
-        self._raise_if_dead(any(report.kind == FAILED for report in self._look()))
+        self._raise_if_dead(any(report.kind == FAILED for report in self._reports()))
         with self._ending_on_interrupt():
             data = encode_plan(plan)
-            self._note([actor.launch.remote(data) for actor in self._actors])
+            self._keep_calls([actor.launch.remote(data) for actor in self._actors])
             self._num_uncollected += 1
         return InFlight(self._collect)
 
     def check(self) -> None:
         done = all(map(self._is_done, range(len(self._calls))))
-        self._raise_if_dead(bool(self._look()) or (not done and time.monotonic() - self._called > self._timeout))
+        self._raise_if_dead(bool(self._reports()) or (not done and time.monotonic() - self._called > self._timeout))
         if done:
-            self._note([actor.ask.remote() for actor in self._actors])
+            self._keep_calls([actor.ping.remote() for actor in self._actors])
 
-    def _note(self, calls: list[Any]) -> None:
+    def _keep_calls(self, calls: list[Any]) -> None:
         self._calls, self._called = calls, time.monotonic()
 
     def _raise_if_dead(self, has_died: bool) -> None:
@@ -313,7 +296,7 @@ class RayExecutor:
             raise EngineDeadError(self._dead)
         ray = self._ray
         with self._ending_on_interrupt():
-            self._note([self._actors[0].result.remote(), *self._calls[1:]])
+            self._keep_calls([self._actors[0].result.remote(), *self._calls[1:]])
             with contextlib.suppress(ray.exceptions.RayError):
                 found = ray.get(self._calls[0], timeout=self._timeout)
                 if isinstance(found, StepResult):
@@ -324,7 +307,7 @@ class RayExecutor:
 
     @contextlib.contextmanager
     def _ending_on_interrupt(self) -> Iterator[None]:
-        """Ctrl-C leaves the ranks with a step whose result nobody took: they are given up."""
+        """Ctrl-C leaves the ranks with a step whose result was not taken: they are ended."""
         try:
             yield
         except Exception:
@@ -335,8 +318,8 @@ class RayExecutor:
 
     # ---- faults ------------------------------------------------------------------------------------------------
 
-    def _look(self) -> list[Report]:
-        """What is known of the ranks' last calls; a rank that is well says nothing. Never waits."""
+    def _reports(self) -> list[Report]:
+        """The faults that the ranks' last calls have returned or raised so far. Never waits."""
         ray, found = self._ray, []
         done, _ = ray.wait(self._calls, num_returns=len(self._calls), timeout=0) if self._calls else ([], [])
         for rank, call in enumerate(self._calls):
@@ -344,16 +327,16 @@ class RayExecutor:
                 try:
                     answer = ray.get(call)
                 except ray.exceptions.RayError as error:
-                    said = str(error).strip().splitlines()
-                    answer = Report(rank, FAILED, f"its process is gone: {' '.join(said)[:500]}")
+                    text = " ".join(str(error).strip().splitlines())
+                    answer = Report(rank, FAILED, f"its process is gone: {text[:500]}")
                 if isinstance(answer, Report):
                     found.append(answer)
         return found
 
     def _cause(self) -> str:
-        # A rank that hangs must be named in time; one that was killed is noticed early, but by Ray only after a while.
+        # A rank that hangs must be reported within worker_timeout; Ray reports a killed process only after a while.
         left = self._called + self._timeout - time.monotonic()
-        reports = collect_reports(self._look, self._size, GRACE_SECONDS + min(DEATH_SECONDS, max(0.0, left)))
+        reports = collect_reports(self._reports, self._size, GRACE_SECONDS + min(DEATH_SECONDS, max(0.0, left)))
         well = {rank for rank in range(self._size) if self._is_done(rank)} - {report.rank for report in reports}
         reports += [Report(rank, LOST, "it had finished the step") for rank in well]
         return name_cause(reports, self._size, self._timeout)
@@ -372,7 +355,7 @@ class RayExecutor:
         for actor, (machine, _, process) in zip(self._actors, self._places or [("", "", 0)] * len(self._actors)):
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-            if process and machine == here:  # a stopped process does not hear Ray
+            if process and machine == here:  # a stopped process does not act on Ray's signal
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
         self._actors, self._calls = [], []

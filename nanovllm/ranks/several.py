@@ -1,5 +1,5 @@
 """SeveralRanks: this process is one rank of several. What the executors of that kind share: a step in which any rank
-fails ends the engine, and the cause is told to every request from then on (contract.py)."""
+fails ends the engine, and every later call raises EngineDeadError with the cause (contract.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
-from nanovllm.errors import EngineDeadError
+from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel, disconnect, give_up, limit_waiting
 from nanovllm.layers.build import Build
@@ -28,6 +28,7 @@ from nanovllm.runner.expert_memory import check_expert_ranks
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.model_runner import InFlight
 from nanovllm.scheduling.plan import StepPlan, StepResult
+from nanovllm.weights.checkpoint import Checkpoint
 
 T = TypeVar("T")
 
@@ -41,37 +42,68 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig) -> None:
 
 
 class SeveralRanks:
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
-        self._rank, self._size, self._timeout = rank, size, timeout
-        self._dead: str | None = None
+    _rank = 0
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
+        limits: StepLimits,
+    ) -> None:
+        self._config, self._device, self._limits = config, device, limits
+        self._size, self._timeout = config.tensor_parallel_size, config.worker_timeout
+        self._dead: str | None = None  # the cause
         self._parallel = ALONE  # as connect() made it; the model may have a copy
         self._inner: LocalExecutor | None = None
         self._alarm: Alarm | None = None
-
-    def _set_alarm(self, device: Device) -> None:
-        """All ranks are ready."""
-        limit_waiting(self._parallel, self._timeout)
-        if device.is_gpu and self._size > 1:
-            self._alarm = Alarm(self._timeout, lambda: bool(self._find_dead()), lambda: give_up(self._parallel))
+        check_sizes(config, model_config)
+        try:
+            self._connect()
+            self._inner = LocalExecutor(config, model_config, checkpoint, device, limits, self._parallel)
+            self._await_ready()
+            limit_waiting(self._parallel, self._timeout)
+            if device.is_gpu and self._size > 1:
+                self._alarm = Alarm(self._timeout, lambda: bool(self._find_dead()), lambda: give_up(self._parallel))
+        except BaseException as error:
+            own = Report.of(self._rank, error)
+            if isinstance(error, Exception):
+                self._publish(own)
+            if isinstance(error, NanoVLLMError) or not isinstance(error, Exception):  # it is the cause itself
+                self._dead = own.text
+                self.close()
+                raise
+            self._dead = self._cause(own)
+            self.close()
+            raise EngineDeadError(f"starting {self._size} ranks failed: {self._dead}") from error
 
     # ---- what differs ------------------------------------------------------------------------------------------
 
-    def _tell(self, plan: StepPlan) -> None:
-        """Let the other ranks have the plan, if they do not make it themselves."""
+    def _connect(self) -> None:
+        """Start the other ranks, if this process does, and connect all of them: sets `_parallel`."""
+        raise NotImplementedError
 
-    def _look(self) -> list[Report]:
-        """What the other ranks say went wrong with them, so far. Never waits."""
+    def _await_ready(self) -> None:
+        """Return when all ranks have built their part of the model."""
+        raise NotImplementedError
+
+    def _send_plan(self, plan: StepPlan) -> None:
+        """To the other ranks, if they do not make the plan themselves."""
+
+    def _reports(self) -> list[Report]:
+        """The faults that the other ranks have reported so far. Never waits."""
         return []
 
     def _find_dead(self) -> list[Report]:
-        """Before a step: ranks that are known to have failed, where that costs nothing to know."""
+        """Before a step: faults of other ranks, as far as they are found without waiting."""
         return []
 
-    def _ask(self) -> None:
-        """Between two steps: let the other ranks say that they are well, if they can be asked."""
+    def _ping(self) -> None:
+        """Between two steps: request an answer from each of the other ranks, if they answer."""
 
     def _publish(self, report: Report) -> None:
-        """Let the other ranks know, if they ask this one."""
+        """Make this rank's fault readable by the other ranks, if they read it."""
 
     def _abandon(self) -> None:
         """The engine is dead: end what this executor started."""
@@ -87,7 +119,7 @@ class SeveralRanks:
 
     def check(self) -> None:
         self._raise_if_dead()
-        self._ask()
+        self._ping()
 
     def _raise_if_dead(self) -> None:
         if self._dead is None and (found := self._find_dead()):
@@ -101,7 +133,7 @@ class SeveralRanks:
         if self._size == 1:
             return self._inner.launch(plan)  # a step that raises fails alone
         try:
-            self._tell(plan)
+            self._send_plan(plan)
             flight = self._watch(partial(self._inner.launch, plan))
         except BaseException as error:
             raise self._died(error) from error
@@ -124,15 +156,15 @@ class SeveralRanks:
 
     def _died(self, error: BaseException) -> BaseException:
         own = Report.of(self._rank, error)
-        if not isinstance(error, Exception):  # Ctrl-C: nobody else is asked, it must be quick
+        if not isinstance(error, Exception):  # Ctrl-C must be quick: the reports of other ranks are not awaited
             self._end(f"rank {self._rank}: {own.text}")
             return error
+        self._publish(own)
         self._end(self._cause(own))
         return EngineDeadError(str(self._dead))
 
     def _cause(self, own: Report) -> str:
-        self._publish(own)
-        return name_cause(collect_reports(lambda: [own, *self._look()], self._size), self._size, self._timeout)
+        return name_cause(collect_reports(lambda: [own, *self._reports()], self._size), self._size, self._timeout)
 
     def _end(self, cause: str) -> None:
         self._dead = cause
@@ -152,10 +184,10 @@ class SeveralRanks:
 
 
 def kill_at_exit(owner: object, processes: list[Any]) -> weakref.finalize[Any, Any]:
-    """Who neither closes an engine nor leaves it to the garbage collector still leaves no process behind."""
+    """A script that ends without closing its engine leaves no process behind."""
     return weakref.finalize(owner, lambda: [process.kill() for process in processes if process.poll() is None])
 
 
 def options_for(config: EngineConfig, limits: StepLimits) -> dict[str, Any]:
-    """What a rank elsewhere needs to know, as plain values."""
+    """Config and limits as plain values, for a rank in another process."""
     return {"config": dataclasses.asdict(config), "limits": list(dataclasses.astuple(limits))}

@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node 2 script.py                      # LLM(..., tensor_parallel_size=2) in the script
 
-Every rank runs the whole script: same prompts, same scheduler, same plans, so nobody sends any. That holds because
+Every rank runs the whole script: same prompts, same scheduler, same plans, so no plan is sent. That holds because
 nothing in the engine decides by the clock or by chance; what the script decides must be the same on all ranks, too.
-It is checked when requests arrive: all ranks must be about to run the same plan. Every rank gets all outputs; print
+This is checked when requests arrive: all ranks must be about to run the same plan. Every rank gets all outputs; print
 them on rank 0 (`os.environ["RANK"] == "0"`). A server is not such a script: its requests come to one rank alone.
 
-The store in which the ranks find each other is torchrun's own. Addresses: where all ranks are on one machine, they talk
+The store in which the ranks find each other is torchrun's own. Where all ranks are on one machine, they are connected
 over the loopback interface; else over the one that leads to MASTER_ADDR.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import socket
@@ -25,23 +24,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from nanovllm.config import EngineConfig
-from nanovllm.errors import ConfigError, EngineDeadError, NanoVLLMError
-from nanovllm.hardware.device import Device
-from nanovllm.hardware.parallel import LOOPBACK, Parallel, connect, own_address
-from nanovllm.model_config import ModelConfig
+from nanovllm.errors import ConfigError, EngineDeadError
+from nanovllm.hardware.parallel import LOOPBACK, connect, digest, own_address
 from nanovllm.ranks.faults import GRACE_SECONDS, STARTUP_SECONDS, Report
-from nanovllm.ranks.local import ALONE, LocalExecutor
-from nanovllm.ranks.several import SeveralRanks, check_sizes
+from nanovllm.ranks.several import SeveralRanks
 from nanovllm.ranks.wire import encode_plan
-from nanovllm.runner.limits import StepLimits
 from nanovllm.scheduling.plan import StepPlan
-from nanovllm.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
 class Place:
-    """What torchrun told this process about itself."""
+    """What torchrun has set in the environment of this process."""
 
     rank: int
     size: int
@@ -81,45 +74,24 @@ def open_own_store(place: Place) -> Any:
     return PrefixStore(f"nanovllm/{number}", store)
 
 
-def digest(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
-
-
 class TorchrunExecutor(SeveralRanks):
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        checkpoint: Checkpoint,
-        device: Device,
-        limits: StepLimits,
-    ) -> None:
-        place = Place.of(os.environ)
-        assert place is not None, "choose.py looked"
-        super().__init__(place.rank, place.size, config.worker_timeout)
-        check_sizes(config, model_config)
-        self._store: Any = None
-        parallel = ALONE
-        try:
-            if place.size > 1:
-                self._store = open_own_store(place)
-                address = place.address()
-                parallel = connect(self._store, place.rank, place.size, device.torch_device, STARTUP_SECONDS, address)
-                self._parallel = parallel
-                self._compare(parallel, json.dumps(dataclasses.asdict(config)).encode(), "options")
-            self._inner = LocalExecutor(config, model_config, checkpoint, device, limits, parallel)
-            parallel.gather_numbers(0)  # all are ready
-            self._set_alarm(device)
-        except BaseException as error:
-            cause = self._cause(Report.of(place.rank, error)) if isinstance(error, Exception) else str(error)
-            self._dead = cause
-            self.close()
-            if isinstance(error, NanoVLLMError) or not isinstance(error, Exception):
-                raise
-            raise EngineDeadError(f"starting {place.size} ranks failed: {cause}") from error
+    _store: Any = None
 
-    def _compare(self, parallel: Parallel, data: bytes, what: str) -> None:
-        found = parallel.gather_numbers(digest(data))
+    def _connect(self) -> None:
+        place = Place.of(os.environ)
+        assert place is not None, "choose.py has checked this"
+        self._rank = place.rank
+        if place.size > 1:
+            self._store = open_own_store(place)
+            device, address = self._device.torch_device, place.address()
+            self._parallel = connect(self._store, place.rank, place.size, device, STARTUP_SECONDS, address)
+            self._compare(json.dumps(dataclasses.asdict(self._config)).encode(), "options")
+
+    def _await_ready(self) -> None:
+        self._parallel.gather_numbers(0)
+
+    def _compare(self, data: bytes, what: str) -> None:
+        found = self._parallel.gather_numbers(digest(data))
         others = [rank for rank, number in enumerate(found) if number != found[0]]
         if others:
             raise EngineDeadError(
@@ -127,17 +99,17 @@ class TorchrunExecutor(SeveralRanks):
                 f"script on the same input"
             )
 
-    def _tell(self, plan: StepPlan) -> None:
-        assert self._inner is not None
+    def _send_plan(self, plan: StepPlan) -> None:
+        """Nothing is sent: every rank has made the same plan, which is checked."""
         if plan.arrivals:
-            self._compare(self._inner.parallel, encode_plan(plan), "requests")
+            self._compare(encode_plan(plan), "requests")
 
     def _publish(self, report: Report) -> None:
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store went with the rank that had it
                 self._store.set(f"report/{report.rank}", json.dumps([report.kind, report.text]))
 
-    def _look(self) -> list[Report]:
+    def _reports(self) -> list[Report]:
         """In a thread: a store whose machine hangs does not answer, whatever timeout it was given."""
         found: list[Report] = []
         thread = threading.Thread(target=self._read_reports, args=(found,), name="nanovllm-reports", daemon=True)

@@ -12,7 +12,7 @@ followed by the sampling parameters of the sequences that arrive, as JSON:
 
 Every plan is complete: no message needs the one before it. 256 decodes are 4 KB; written, sent, received and
 read in 85 us (900 us before), because nothing is done number by number in Python: columns become arrays, and entries
-are made by `map` in C. The first_block of an entry that brings no blocks says nothing and is not sent; it is read as 0.
+are made by `map` in C. The first_block of an entry that brings no blocks is not sent, and read as 0.
 
 A message is its length (4 bytes), a letter for its kind, and the bytes.
 """
@@ -89,7 +89,7 @@ def _arrival_numbers(arrival: Arrival) -> list[int]:
 
 
 class _Reader:
-    """Numbers in order. Whoever asks for more than there are has a damaged message."""
+    """Numbers in order. A message with fewer numbers than its counts announce is damaged."""
 
     def __init__(self, data: bytes, start: int) -> None:
         self._data, self._next = data, start
@@ -99,7 +99,7 @@ class _Reader:
             return []
         end = self._next + 8 * count
         if count < 0 or end > len(self._data):
-            raise EngineDeadError(f"a plan of {len(self._data)} bytes asks for {count} numbers at {self._next}")
+            raise EngineDeadError(f"a plan of {len(self._data)} bytes ends before its {count} numbers at {self._next}")
         found: list[int] = np.frombuffer(self._data, np.int64, count, self._next).tolist()
         self._next = end
         return found
@@ -126,7 +126,7 @@ def decode_plan(data: bytes) -> StepPlan:
     arrivals = [_read_arrival(reader) for _ in range(num_arrivals)]
     params = json.loads(reader.rest()) if num_arrivals else []
     if len(params) != num_arrivals or (not num_arrivals and reader.rest()):
-        raise EngineDeadError(f"a plan of {num_arrivals} arrivals has {len(params)} parameters, or more than it says")
+        raise EngineDeadError(f"a plan of {num_arrivals} arrivals has {len(params)} parameters, or bytes at its end")
     arrived = tuple(
         Arrival(seq_id, token_ids, num_prompt, SamplingParams(**given), seed, stop_ids, words)
         for (seq_id, token_ids, num_prompt, seed, stop_ids, words), given in zip(arrivals, params)

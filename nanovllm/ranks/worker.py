@@ -1,11 +1,11 @@
 """A rank other than 0, in a process of its own: `python -m nanovllm.ranks.worker FD`.
 
-FD is one end of a socket pair that the parent made: no name, no port, nobody else can reach it. Over it come the
-options (JSON), then plans, in order. The worker builds its shards, runs every plan as rank 0 does, and says nothing:
-all ranks sample alike. What it says is `here`, `ready`, `answer` to a question whether it is well, or in words why it
-ends. When the socket closes, it ends too: a parent that dies leaves no orphans.
+FD is one end of a socket pair that the parent made; it has no name and no port, so no other process can reach it. Over
+it come the options (JSON), then plans, in order. The worker builds its shards and runs every plan as rank 0 does. It
+returns no tokens: all ranks sample alike. When the socket closes, the worker ends too: a parent that dies leaves no
+process behind.
 
-    parent  I options                         P plan   P plan ...  Q question             (end of the connection)
+    parent  I options                         P plan   P plan ...  Q ping                 (end of the connection)
     worker             H (here)   R (ready)                                    A answer   F failed | L lost touch
 """
 
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from nanovllm.runner.model_runner import InFlight
     from nanovllm.sampling.structured import Grammars
     from nanovllm.scheduling.plan import StepPlan, StepResult
+    from nanovllm.weights.checkpoint import Checkpoint
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; the parent decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; only the parent acts on it
     connection = socket.socket(fileno=int(sys.argv[1]))
     first = receive(connection)
     if first is None:
@@ -49,7 +50,7 @@ def main() -> int:
         try:
             send(connection, b"F" if report.kind == FAILED else b"L", report.text.encode())
         except OSError:
-            return 0  # the parent is gone: that is why
+            return 0  # the parent is gone, which is the cause
         if report.kind == FAILED:
             traceback.print_exc()
         return 1
@@ -81,6 +82,13 @@ def serve(connection: socket.socket, options: dict[str, Any]) -> None:
     follower.close()
 
 
+def open_model(name: str) -> Checkpoint:
+    from nanovllm.weights.checkpoint import open_checkpoint
+    from nanovllm.weights.resolve import resolve_model
+
+    return open_checkpoint(resolve_model(name, offline=True, progress=False))
+
+
 def open_executor(
     config_fields: dict[str, Any], limits: list[int], device: Device, parallel: Parallel
 ) -> LocalExecutor:
@@ -89,33 +97,22 @@ def open_executor(
     from nanovllm.model_config import ModelConfig
     from nanovllm.ranks.local import LocalExecutor
     from nanovllm.runner.limits import StepLimits
-    from nanovllm.weights.checkpoint import open_checkpoint
-    from nanovllm.weights.resolve import resolve_model
 
     config = EngineConfig(**config_fields)
-    checkpoint = open_checkpoint(resolve_model(config.model, offline=True, progress=False))
-    try:
+    with contextlib.closing(open_model(config.model)) as checkpoint:
         model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         return LocalExecutor(config, model_config, checkpoint, device, StepLimits(*limits), parallel)
-    finally:
-        checkpoint.close()
 
 
 def open_grammars(config_fields: dict[str, Any]) -> Grammars:
     """All ranks sample alike, so each masks its logits itself. The tokenizer is read only for this."""
-    from nanovllm.config import EngineConfig
     from nanovllm.model_config import ModelConfig
     from nanovllm.sampling.structured import Grammars
-    from nanovllm.weights.checkpoint import open_checkpoint
-    from nanovllm.weights.resolve import resolve_model
 
-    config = EngineConfig(**config_fields)
-    with contextlib.closing(open_checkpoint(resolve_model(config.model, offline=True, progress=False))) as model:
+    with contextlib.closing(open_model(config_fields["model"])) as model:
         facts = ModelConfig.from_hf(model.config, model.generation_config)
-        if config.tokenizer is None:
-            return Grammars(model.load_tokenizer(), facts.vocab_size, facts.eos_token_ids)
-    with contextlib.closing(open_checkpoint(resolve_model(config.tokenizer, offline=True, progress=False))) as other:
-        return Grammars(other.load_tokenizer(), facts.vocab_size, facts.eos_token_ids)
+    with contextlib.closing(open_model(config_fields["tokenizer"] or config_fields["model"])) as source:
+        return Grammars(source.load_tokenizer(), facts.vocab_size, facts.eos_token_ids)
 
 
 class Follower:

@@ -72,7 +72,7 @@ class Blueprint:
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         specs = attention_specs(model_config, dtype, parallel)
         selection = select_backend(config.attn_backend, specs, device, limits.block_size)
-        others = {name: said for name, said in selection.reasons.items() if said.startswith("refused")}
+        others = {name: reason for name, reason in selection.reasons.items() if reason.startswith("refused")}
         logger.info("attention backend %s on %s; %s", selection.backend.name, device.name, others)
         low_rank = open_low_rank(config, model_config, checkpoint)
         files = checkpoint if low_rank is None else low_rank.checkpoint
@@ -88,64 +88,66 @@ class Blueprint:
 
 
 def build_model(blueprint: Blueprint, own: Callable[[Offload], None]) -> Transformer:
-    """`own` gets the memory of offloaded experts as soon as it is taken: whoever calls gives it back."""
-    plan = blueprint
-    build = Build(plan.dtype, plan.device.torch_device, choose_ops(plan.device.is_gpu, plan.dtype), plan.parallel)
-    offload = _place_experts(plan, build)
+    """`own` gets the Offload as soon as it has memory: the caller closes it, also if this function fails."""
+    device, dtype = blueprint.device, blueprint.dtype
+    build = Build(dtype, device.torch_device, choose_ops(device.is_gpu, dtype), blueprint.parallel)
+    offload = _place_experts(blueprint, build)
     if offload is not None:
         own(offload)
-    _warn(plan, offload)
-    experts = None if plan.low_rank is None else plan.low_rank.resident
-    model = plan.make_model(build, experts if offload is None else offload.experts)
+    _warn(blueprint, offload)
+    experts = None if blueprint.low_rank is None else blueprint.low_rank.resident
+    model = blueprint.make_model(build, experts if offload is None else offload.experts)
     with logged("weights loaded and kernels compiled"):
-        compiled = _compile_ahead(plan, model)
-        _load(plan, model, offload)
-        compiled()
+        wait_for_kernels = _compile_ahead(blueprint, model)
+        _load(blueprint, model, offload)
+        wait_for_kernels()
     return model
 
 
-def _place_experts(plan: Blueprint, build: Build) -> Offload | None:
+def _place_experts(blueprint: Blueprint, build: Build) -> Offload | None:
     """None: they stay on the device."""
-    config, model_config, low_rank = plan.config, plan.model_config, plan.low_rank
+    config, model_config, low_rank = blueprint.config, blueprint.model_config, blueprint.low_rank
+    device, limits = blueprint.device, blueprint.limits
     if model_config.moe is None:
         return None
     forms = None if low_rank is None else low_rank.forms
-    tiers = size_experts(config, model_config, plan.device, plan.dtype, plan.limits, forms, plan.parallel)
+    tiers = size_experts(config, model_config, device, blueprint.dtype, limits, forms, blueprint.parallel)
     if tiers.placement == "offload" and config.load_format != "dummy":
         # Locking host memory takes long: a checkpoint that is not whole is refused before.
         nowhere = replace(build, device=torch.device("meta"))
-        empty = plan.make_model(nowhere, None if low_rank is None else low_rank.resident)
-        check_weights(empty, plan.checkpoint, empty.rules + SVD_RULES)
-    return open_offload(config, model_config, plan.device, build, tiers, plan.checkpoint, forms)
+        empty = blueprint.make_model(nowhere, None if low_rank is None else low_rank.resident)
+        check_weights(empty, blueprint.checkpoint, empty.rules + SVD_RULES)
+    return open_offload(config, model_config, device, build, tiers, blueprint.checkpoint, forms)
 
 
-def _warn(plan: Blueprint, offload: Offload | None) -> None:
-    """Of what a user should not have to find out, once for all ranks."""
-    if plan.parallel.rank > 0:
+def _warn(blueprint: Blueprint, offload: Offload | None) -> None:
+    """Of low-rank experts and of options without effect, on rank 0 only."""
+    config = blueprint.config
+    if blueprint.parallel.rank > 0:
         return
-    if plan.low_rank is not None:
-        logger.warning("%s", plan.low_rank.notice)
-    placement = None if plan.model_config.moe is None else "resident" if offload is None else "offload"
-    for name, why in options_without_effect(plan.config, plan.device.is_gpu, placement).items():
-        logger.warning("%s=%r %s", name, getattr(plan.config, name), why)
+    if blueprint.low_rank is not None:
+        logger.warning("%s", blueprint.low_rank.notice)
+    placement = None if blueprint.model_config.moe is None else "resident" if offload is None else "offload"
+    for name, why in options_without_effect(config, blueprint.device.is_gpu, placement).items():
+        logger.warning("%s=%r %s", name, getattr(config, name), why)
 
 
-def _load(plan: Blueprint, model: Transformer, offload: Offload | None) -> None:
+def _load(blueprint: Blueprint, model: Transformer, offload: Offload | None) -> None:
     places = None if offload is None else offload.places()
-    if plan.config.load_format == "dummy":
-        load_dummy(model, plan.config.seed, places)
+    if blueprint.config.load_format == "dummy":
+        load_dummy(model, blueprint.config.seed, places)
     else:
-        load_weights(model, plan.checkpoint, model.rules + SVD_RULES, places)
+        load_weights(model, blueprint.checkpoint, model.rules + SVD_RULES, places)
     if offload is not None:
         offload.watch_gates(model.router_weights())
 
 
-def _compile_ahead(plan: Blueprint, model: Transformer) -> Callable[[], None]:
+def _compile_ahead(blueprint: Blueprint, model: Transformer) -> Callable[[], None]:
     """Kernels are compiled in threads while weights load: start-up of Qwen3-0.6B on an H200 with an empty kernel cache
-    took 23.6 s without. Not with offloaded experts, which a trial would choose by garbage."""
-    if not (runs_on_device(model, plan.device) and captures_attention(model) and model.graph_safe):
+    took 23.6 s without. Not with offloaded experts: uninitialised router outputs would choose them."""
+    if not (runs_on_device(model, blueprint.device) and captures_attention(model) and model.graph_safe):
         return lambda: None
     from nanovllm.ops.triton.compile_ahead import compile_ahead
 
-    trial = plan.make_runner(model, CacheLayout(plan.limits.block_size, 1, 0))
-    return compile_ahead(trial.launch_every_kernel, plan.device.torch_device)
+    trial = blueprint.make_runner(model, CacheLayout(blueprint.limits.block_size, 1, 0))
+    return compile_ahead(trial.launch_every_kernel, blueprint.device.torch_device)

@@ -1,6 +1,6 @@
 """Steps that hold a prompt, as captured graphs for common sizes.
 
-A prompt of 1,024 tokens is 4 ms of work for a large GPU and 27 ms of launching for a slow host, so small mixed steps
+A prompt of 1,024 tokens is 4 ms of work for a large GPU and 27 ms of launches for a slow host, so small mixed steps
 are replayed too: the step is padded to the next bucket of tokens (their slots are -1, no sequence owns them) and to a
 fixed number of entries (of no tokens). Large steps gain nothing: there the launches hide behind the arithmetic.
 """

@@ -70,7 +70,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Halves:
-    """A step cut where the host must have its say: which tokens a grammar allows."""
+    """A step cut in two: between them the host uploads which tokens a grammar allows."""
 
     forward: Callable[[], None]
     sample: Callable[[], None]
@@ -107,7 +107,7 @@ class DecodeLoop:
         self._capture: Capture | None = None
 
     def capture(self, capture: Capture) -> None:
-        """Largest first: its memory then serves all others. A size that cannot be captured is called."""
+        """Largest first: its memory then serves all others. A size that cannot be captured is launched from Python."""
         self._capture = capture if self._model.graph_safe else None
         for size in reversed(self.sizes):
             if self._model.graph_safe:
@@ -122,7 +122,7 @@ class DecodeLoop:
 
     @contextlib.contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """Kernel by kernel, as it was before the capture: for who wants to look inside a step."""
+        """Launches kernel by kernel, as before the capture: a profiler sees the parts of a step."""
         captured, self._replays = self._replays, {size: partial(self._compute, size) for size in self.sizes}
         try:
             yield
@@ -204,13 +204,13 @@ class DecodeLoop:
             self._sample_as(newest, size, hidden[size])
 
         if self._capture is None:
-            if isinstance(getattr(self._replays[size], "__self__", None), Relay):  # it draws in its last piece
+            if isinstance(getattr(self._replays[size], "__self__", None), Relay):  # its last segment draws
                 return Halves(lambda: None, self._replays[size], self._newest)
             return Halves(forward, sample, newest)
         return Halves(self._capture(forward, trial=False), self._capture(sample, trial=False), newest)
 
     def end(self, lanes: Lanes) -> None:
-        """Keep the newest tokens by row: the next visit may begin before the host knows them."""
+        """Keep the newest tokens by row: the next visit may begin before they are on the host."""
         from nanovllm.ops.triton.lanes import keep_tokens
 
         keep_tokens(lanes.rows, lanes.tokens, self._row_tokens)

@@ -1,16 +1,16 @@
 """Where the experts of a mixture-of-experts model live: facts of this machine in, an `Offload` or None (resident) out.
 
-The arithmetic is `memory/budget.py`, which `nanovllm plan` uses too, so a plan made before anything is loaded and the
-engine agree.
+The arithmetic is `memory/budget.py`, which `nanovllm plan` uses too, so an estimate made before anything is loaded and
+the engine agree.
 
-Several ranks must place experts alike: one that computes from slots while another has no room for as many would let
-all wait for it. They agree on the facts, each the least that any rank found, and then decide each for itself by the
-same arithmetic. What differs after that, because it is measured (idle time, and so guesses) or granted (how much memory
-may be locked), only says when an expert's bytes arrive on that rank, or whether its CPU computes a rare miss: every
-rank gives its part of every token's sum in any case, and nothing is sent between ranks but that (moe/projections.py).
+Several ranks must place experts alike: if one had fewer expert buffers than another, all would wait for it. They take
+the least that any rank found of each fact, and then each rank does the same arithmetic. What differs after that,
+because it is measured (idle time, and so guesses) or granted (how much memory may be locked), only changes when an
+expert's bytes arrive on that rank, or whether its CPU computes a rare miss: every rank gives its part of every token's
+sum in any case, and nothing else is sent between ranks (moe/projections.py).
 
-gpu_memory_gb, expert_cache_gb and expert_host_gb speak of one rank. Where none is given, ranks share their machine's
-memory evenly.
+gpu_memory_gb, expert_cache_gb and expert_host_gb are limits of one rank. Where none is given, ranks share their
+machine's memory evenly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nanovllm.weights.expert_form import ExpertForm
 logger = logging.getLogger("nanovllm")
 
 ALONE = Parallel()
-CPU_SHARE = 0.9  # of the memory that is available now: gpu_memory_utilization speaks of a card
+CPU_SHARE = 0.9  # of the memory that is available now: gpu_memory_utilization is about a card
 
 
 def card_bytes(config: EngineConfig, device: Device) -> int:
@@ -51,7 +51,7 @@ def card_bytes(config: EngineConfig, device: Device) -> int:
 
 
 def machine_memory(config: EngineConfig, device: Device, parallel: Parallel = ALONE) -> Memory:
-    """What every rank can count on."""
+    """The least that any rank has."""
     here = parallel.count_neighbours()
     host, free = parallel.least(available_host_bytes() // here), parallel.least(device.memory()[0])
     card = parallel.least(card_bytes(config, device))
@@ -61,7 +61,7 @@ def machine_memory(config: EngineConfig, device: Device, parallel: Parallel = AL
 
 
 def batched_tokens_for_experts(config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype) -> int:
-    """max_num_batched_tokens of a mixture-of-experts model on a GPU, for who gave none."""
+    """max_num_batched_tokens of a mixture-of-experts model on a GPU, where the user gave none."""
     num_ranks, groups = config.tensor_parallel_size, config.expert_parallel_size
     check_expert_ranks(model, Parallel(0, num_ranks, expert_size=groups))
     facts = ModelFacts(model, dtype.itemsize, num_ranks=num_ranks, expert_size=groups)
@@ -69,7 +69,7 @@ def batched_tokens_for_experts(config: EngineConfig, model: ModelConfig, device:
 
 
 def check_expert_ranks(model: ModelConfig, parallel: Parallel) -> None:
-    """Refuses what cannot be cut or spread over so many ranks, with the sizes that would do."""
+    """Refuses experts that cannot be cut or spread over so many ranks; the message has the sizes that can."""
     if model.moe is not None:
         parallel.experts_here(model.moe.num_experts)
         parallel.shard_expert(model.moe.intermediate_size)
@@ -102,7 +102,7 @@ def size_experts(
     if parallel.expert_size > 1:
         wants = replace(wants, placement="resident")  # config.py refuses to offload them
     if not device.is_gpu:
-        # Slots and host memory are the same memory here: resident unless asked otherwise, whatever it takes.
+        # Buffers and host memory are the same memory here: resident unless the user wants otherwise.
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
     facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, parallel.size, parallel.expert_size)
@@ -123,21 +123,12 @@ def open_offload(
     for line in tiers.notes:
         logger.info("experts: %s", line)
     assert model.moe is not None
-    options = OffloadOptions(
-        tiers.num_cached,
-        tiers.num_streaming,
-        config.expert_policy,
-        config.expert_prefetch,
-        config.expert_cpu_misses,
-        tiers.host_bytes,
-    )
+    settings = (config.expert_policy, config.expert_prefetch, config.expert_cpu_misses)
+    options = OffloadOptions(tiers.num_cached, tiers.num_streaming, *settings, tiers.host_bytes)
     files = None if config.load_format == "dummy" else checkpoint
     offload = Offload(model.moe, model.hidden_size, build, device, options, files, forms=forms)
+    size, num_buffers = gib(tiers.expert_bytes), tiers.num_cached + tiers.num_streaming
     logger.info(
-        "experts: %d slots of %s on %s, %d of them stream",
-        tiers.num_slots,
-        gib(tiers.expert_bytes),
-        device.name,
-        tiers.num_streaming,
+        "experts: %d buffers of %s on %s, %d of them stream", num_buffers, size, device.name, tiers.num_streaming
     )
     return offload

@@ -1,7 +1,8 @@
-"""InputBatch: what the runner remembers of the running sequences, and the integers of a step made from it.
+"""InputBatch: the runner's copy of the running sequences, and the integers of a step made from it.
 
-One row per running sequence holds its tokens and its block table, so a plan need only say what is new. numpy, not
-torch: a handful of small integers per sequence, and numpy's calls cost a tenth of torch's.
+The truth about a request is its Sequence (scheduling/sequence.py). One row here per running sequence holds a copy of
+its tokens and its block table, so a plan need only hold what is new. numpy, not torch: a few small integers per
+sequence, and numpy's calls cost a tenth of torch's.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class CacheLayout:
     def fit(cls, free_bytes: list[int], specs: list[AttentionSpec], block_size: int, wanted: int | None) -> CacheLayout:
         """free_bytes: what each rank can spare. wanted: num_kvcache_blocks, or None for all that fits."""
         per_block = block_bytes(specs, block_size)
-        left = max(min(free_bytes), 0)  # a GPU that others have filled leaves us less than nothing
+        left = max(min(free_bytes), 0)  # negative where other processes have filled the GPU
         most = left // per_block
         if most < 1:
             raise ConfigError(

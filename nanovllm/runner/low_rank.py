@@ -1,7 +1,7 @@
-"""Whether a model runs with low-rank experts: a folder beside its weights in, what the executor must know of it out.
+"""Whether a model runs with low-rank experts: finds the folder beside its weights and describes it for the executor.
 
-The folder is used if it is there; it is never ignored silently. One of other weights, of another version or with
-something missing is refused with the way out (lowrank/folder.py), and NANOVLLM_DISABLE_SVD=1 turns it off.
+The folder is used if it is there; it is never ignored silently. A folder for other weights, of another version or with
+something missing is refused with a remedy (lowrank/folder.py), and NANOVLLM_DISABLE_SVD=1 turns it off.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.lowrank.checkpoint import DISABLE, SvdCheckpoint, find_svd_folder, read_svd_metadata
-from nanovllm.lowrank.folder import SvdMetadata, forms_of
+from nanovllm.lowrank.checkpoint import SvdCheckpoint
+from nanovllm.lowrank.folder import DISABLE, find_svd_folder, read_svd_metadata
+from nanovllm.lowrank.format import MODE, SvdMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.layer import MakeExperts
 from nanovllm.moe.resident import resident_experts
@@ -36,7 +37,7 @@ class LowRank:
 
     @property
     def notice(self) -> str:
-        """The text is another than the model's own would be: a user must see why."""
+        """For the log: the output differs from that of the model's own experts, and a user must see why."""
         return (
             f"low-rank experts in use: {self.metadata.kept:.0%} of the experts' bytes "
             f"([ModelRunner] Using SVD Expert Manager from {self.folder}); {DISABLE}=1 takes the model's own"
@@ -48,8 +49,8 @@ class LowRank:
             "format": "low-rank",
             "folder": str(self.folder),
             "method": metadata.method,
-            "mode": metadata.mode,
-            "ranks": metadata.ranks,
+            "mode": MODE,
+            "ranks": metadata.svd_ranks,
             "w2_modes": metadata.w2_modes,
             "kept": metadata.kept,
         }
@@ -59,17 +60,11 @@ def open_low_rank(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoi
     folder = None if model.moe is None else find_svd_folder(checkpoint.path)
     if folder is None:
         return None
-    if config.load_format == "dummy":  # sizes alone: neither the model's weights nor these need be there
+    if config.load_format == "dummy":  # only sizes are read: neither the model's weights nor these must exist
         metadata, files = read_svd_metadata(folder, model), checkpoint
     else:
         files = SvdCheckpoint(checkpoint, folder, model)
         metadata = files.metadata
         if not files.has_teacher:
-            logger.warning("%s: the model's own experts are not there to compare with: taken on trust", folder)
-    if metadata.mode == "private":
-        logger.warning(
-            "%s: experts with factors of their own (mode private) are multiplied out when they are loaded: "
-            "they take as much memory as the model's own",
-            folder,
-        )
-    return LowRank(folder, metadata, forms_of(metadata), files)
+            logger.warning("%s: the model's own experts are missing, so the folder is not compared with them", folder)
+    return LowRank(folder, metadata, metadata.forms(), files)

@@ -24,9 +24,8 @@ def fit_cache(blueprint: Blueprint, model: Transformer) -> CacheLayout:
 
 
 def _spare_bytes(blueprint: Blueprint, model: Transformer) -> int:
-    """Memory for the cache. On a GPU: our share of the card, less what our tensors hold, less what the largest step
-    really took when it was tried; and never more than is free now. Memory of other processes only counts
-    where it makes the card full: it is not ours."""
+    """Memory for the cache. On a GPU: this engine's share of the card, less what its tensors hold, less what the
+    largest step took when it was tried; and never more than is free now: there other processes' memory counts."""
     config, device, limits = blueprint.config, blueprint.device, blueprint.limits
     if not device.is_gpu:
         return int(config.cpu_kvcache_gb * 2**30)

@@ -1,13 +1,13 @@
-"""ModelRunner: a StepPlan in, tokens out. Knows tensors and blocks, never a Sequence.
+"""ModelRunner: a StepPlan in, tokens out. It works on tensors and blocks, never on a Sequence.
 
 `launch(plan)` queues the work and returns; `InFlight.result()` waits for it. On a GPU the next plan can be made and
 queued in between: what is new is uploaded in one copy, and the sampled tokens stay on the device until the next step
 feeds them, while a copy of them travels to the host. On a CPU the same calls compute at once.
 
 A plan of decodes runs in the DecodeLoop where there is one: a captured step, replayed num_steps times. Any other plan
-is called, or replayed if its size was captured. Sampling is part of every step, whatever the requests ask for
-(samplers.py). The host takes part between two steps only where a grammar must know a token before it can say which may
-follow, or where the plain sampler runs.
+is called, or replayed if its size was captured. Sampling is part of every step, whatever its parameters (samplers.py).
+The host takes part between two steps only where a grammar needs a token to compute which tokens may follow, or where
+the plain sampler runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import shared_pool
-from nanovllm.hardware.staging import Arriving, transfers_of
+from nanovllm.hardware.staging import Arriving, HostResult, transfers_of
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
@@ -41,22 +41,12 @@ LOGIT_ROWS = 256  # prompt logprobs are made in pieces of so many rows: [256, vo
 
 @dataclass(frozen=True)
 class InFlight:
-    """A step that was started. Its one owner asks for the result, once."""
+    """A step that was started. `result` is called once."""
 
     _finish: Callable[[], StepResult]
 
     def result(self) -> StepResult:
         return self._finish()
-
-
-@dataclass(frozen=True)
-class Known:
-    """Tokens that the host has waited for already."""
-
-    tokens: np.ndarray
-
-    def wait(self) -> np.ndarray:
-        return self.tokens
 
 
 @dataclass(frozen=True)
@@ -238,7 +228,7 @@ class Visit:
         if self.needs_tokens:
             arrived = arriving.wait()
             self._append(arrived)
-            arriving = Known(arrived)
+            arriving = HostResult(torch.from_numpy(arrived))
         self._arriving.append(arriving)
 
     def _append(self, tokens: np.ndarray) -> None:

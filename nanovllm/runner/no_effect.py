@@ -1,5 +1,5 @@
-"""Options that were given and change nothing on this machine with this model: a user who hopes for something from them
-should read why nothing happens. No torch here."""
+"""Options that were given and change nothing on this machine with this model, each with the reason, which is logged as
+a warning. No torch here."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from dataclasses import fields
 from nanovllm.config import EngineConfig
 
 OF_GPUS = ("gpu_memory_utilization", "gpu_memory_gb", "enforce_eager")
-OF_OFFLOADED_EXPERTS = (
-    "expert_cache_gb",
-    "expert_host_gb",
-    "expert_policy",
-    "expert_prefetch",
-    "expert_cpu_misses",
-)
+OF_OFFLOADED_EXPERTS = ("expert_cache_gb", "expert_host_gb", "expert_policy", "expert_prefetch", "expert_cpu_misses")
 
 
 def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | None) -> dict[str, str]:
@@ -27,7 +21,9 @@ def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | 
     if config.num_kvcache_blocks is not None:
         found["cpu_kvcache_gb"] = f"num_kvcache_blocks={config.num_kvcache_blocks} decides"
     if config.scheduling_policy != "sjf":
-        found["max_wait_steps"] = f"scheduling_policy={config.scheduling_policy!r} passes nobody over; 'sjf' does"
+        found["max_wait_steps"] = (
+            f"scheduling_policy={config.scheduling_policy!r} lets no request pass another; 'sjf' does"
+        )
     if config.tensor_parallel_size == 1:
         found["worker_timeout"] = "there is one rank, which waits for no other"
     if placement is None:
@@ -38,6 +34,6 @@ def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | 
             "all experts stay on the device (expert_placement='offload' loads them as they are chosen)",
         )
     else:
-        found.pop("gpu_memory_gb", None)  # a CPU stands in for a card of that size: so many slots for experts
+        found.pop("gpu_memory_gb", None)  # on a CPU, too, it sets the number of expert buffers
     given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     return {name: f"has no effect: {why}" for name, why in found.items() if name in given}

@@ -1,4 +1,4 @@
-"""Wanted: the logprobs that the sequences of a step ask for, from the device's arrays to records."""
+"""Wanted: the logprobs of a step's sequences (SamplingParams.logprobs), from the device's arrays to records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_LOGPROBS = 20  # of ops/triton/sampler_common.py; more are computed from the
 
 class Wanted:
     def __init__(self, num_tops: list[int | None], state: SamplerState, transfers: Transfers) -> None:
-        """num_tops: what each sequence asks for, in the order of the step's rows."""
+        """num_tops: SamplingParams.logprobs of each sequence, in the order of the step's rows."""
         self._num_tops, self._state, self._transfers = num_tops, state, transfers
         self._narrow = [i for i, n in enumerate(num_tops) if n is not None and 0 <= n <= MAX_LOGPROBS]
         self._wide = [i for i, n in enumerate(num_tops) if n is not None and not 0 <= n <= MAX_LOGPROBS]
@@ -53,7 +53,7 @@ class Wanted:
 
     @torch.inference_mode()
     def read(self, tokens: np.ndarray) -> list[list[TokenLogprobs | None]] | None:
-        """For each lane and step; None if no sequence asks."""
+        """For each lane and step; None if no sequence has logprobs."""
         if self.after_step is None:
             return None
         drawn = tokens.tolist()

@@ -1,8 +1,8 @@
-"""Who draws the tokens of a step: kernels that read parameters from device memory, or the plain sampler.
+"""The two samplers of a step: kernels that read parameters from device memory, and the plain sampler.
 
-Both are functions of logits and rows (step.py: `Draw`), and both give the same tokens. The plain one knows them at
-once, because it looks at the sequence's tokens to make the next; the kernels keep what they need on the device, so a
-step can be queued before the tokens of the last are known. With a grammar the host must know them in either case.
+Both are functions of logits and rows (step.py: `Draw`), and both give the same tokens. The plain one reads the
+sequence's tokens on the host, so each step must end before the next begins; the kernels keep what they need on the
+device, so a step can be queued before the tokens of the last are on the host. A grammar needs them there in any case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm.scheduling.plan import Arrival, PlanEntry
 
 
 class StepReports(Protocol):
-    """The logprobs that the sequences of a plan ask for."""
+    """The logprobs of a plan's requests (SamplingParams.logprobs)."""
 
     @property
     def after_step(self) -> Callable[[Any], None] | None:
@@ -108,10 +108,10 @@ class DeviceSampler:
     def before_draw(self, entries: Sequence[PlanEntry]) -> None:
         """Upload which tokens the grammars allow next."""
         found = [(self._batch.row(entry.seq_id), self._grammar(entry)) for entry in entries]
-        asked = {row: (grammar, self._batch.sampling_row(row).output_ids) for row, grammar in found if grammar}
-        if asked:
-            words = allowed_words(list(asked.values()), self._vocab_size)
-            self._rows.send_masks(list(asked), words, self._transfers.send)
+        masked = {row: (grammar, self._batch.sampling_row(row).output_ids) for row, grammar in found if grammar}
+        if masked:
+            words = allowed_words(list(masked.values()), self._vocab_size)
+            self._rows.send_masks(list(masked), words, self._transfers.send)
 
     def _grammar(self, entry: PlanEntry) -> Grammar | None:
         found = self._batch.arrival(entry.seq_id).params.structured_outputs

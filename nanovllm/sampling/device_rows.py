@@ -1,4 +1,8 @@
-"""DeviceRows: fills a SamplerState with what arriving sequences ask for. Nothing is sent for a row that stays."""
+"""DeviceRows: copies the sampling parameters and token history of arriving sequences into a SamplerState.
+
+The truth about a request is its Sequence (scheduling/sequence.py). A row here is a copy for the sampling kernels:
+filled when the sequence begins to run, advanced on the device by every sampled token, never read back.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class DeviceRows:
         self._lists: list[torch.Tensor] = []  # what the addresses in the state point to
 
     def fill(self, arrivals: dict[int, SamplingRow], send: Send) -> None:
-        """row -> what the sequence that begins to run in it asks for."""
+        """row -> the sequence that begins to run in it. Nothing is sent for the other rows."""
         if not arrivals:
             return
         rows = list(arrivals)
@@ -31,44 +35,44 @@ class DeviceRows:
         floats = np.zeros((len(rows), spec.NUM_FLOATS), np.float32)
         ints = np.zeros((len(rows), spec.NUM_INTS), np.int32)
         seeds = np.zeros(len(rows), np.uint64)
-        for i, (row, asked) in enumerate(arrivals.items()):
-            p = asked.params
+        for i, (row, arrival) in enumerate(arrivals.items()):
+            p = arrival.params
             floats[i, :3] = (0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p)
             floats[i, 3:6] = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            ints[i, :3] = (min(p.top_k, vocab), self._flags(row, asked), -1 if p.logprobs is None else p.logprobs)
-            seeds[i] = asked.seed & (2**64 - 1)
+            ints[i, :3] = (min(p.top_k, vocab), self._flags(row, arrival), -1 if p.logprobs is None else p.logprobs)
+            seeds[i] = arrival.seed & (2**64 - 1)
         d_rows, d_floats, d_ints, d_seeds = send([np.array(rows, np.int64), floats, ints, seeds.view(np.int64)])
         self.state.floats.index_copy_(0, d_rows, d_floats)
         self.state.ints.index_copy_(0, d_rows, d_ints)
         self.state.seeds.index_copy_(0, d_rows, d_seeds)
         if left or came:
             self._send_edits(send)
-        for row, asked in arrivals.items():
-            self._fill_history(row, asked, send)
+        for row, arrival in arrivals.items():
+            self._fill_history(row, arrival, send)
 
-    def _flags(self, row: int, asked: SamplingRow) -> int:
-        p = asked.params
+    def _flags(self, row: int, arrival: SamplingRow) -> int:
+        p = arrival.params
         masked = p.allowed_token_ids is not None or p.structured_outputs is not None
         flags = spec.FLAG_MASK * masked | spec.FLAG_EDITS * (row in self._edits)
-        return flags | spec.FLAG_PENALTIES * asked.has_penalty
+        return flags | spec.FLAG_PENALTIES * arrival.has_penalty
 
-    def _fill_history(self, row: int, asked: SamplingRow, send: Send) -> None:
+    def _fill_history(self, row: int, arrival: SamplingRow, send: Send) -> None:
         vocab, state = self.state.vocab_size, self.state
-        if asked.has_penalty:
-            ids, counts = np.unique(asked.output_ids[asked.output_ids < vocab], return_counts=True)
+        if arrival.has_penalty:
+            ids, counts = np.unique(arrival.output_ids[arrival.output_ids < vocab], return_counts=True)
             d_ids, d_counts, d_prompt = send(
-                [ids.astype(np.int64), counts.astype(np.int16), bits_of(asked.token_ids[: asked.num_prompt], vocab)]
+                [ids.astype(np.int64), counts.astype(np.int16), bits_of(arrival.token_ids[: arrival.num_prompt], vocab)]
             )
             state.counts[row].zero_()
             state.counts[row].index_copy_(0, d_ids, d_counts)
             state.prompt[row].copy_(d_prompt)
-        if asked.bad_words_ids:
+        if arrival.bad_words_ids:
             recent = np.full(spec.RECENT, -1, np.int32)
-            first = max(asked.num_prompt, len(asked.token_ids) - spec.RECENT)
-            recent[np.arange(first, len(asked.token_ids)) % spec.RECENT] = asked.token_ids[first:]
+            first = max(arrival.num_prompt, len(arrival.token_ids) - spec.RECENT)
+            recent[np.arange(first, len(arrival.token_ids)) % spec.RECENT] = arrival.token_ids[first:]
             state.recent[row].copy_(send([recent])[0])
-        if asked.params.allowed_token_ids is not None:
-            state.mask[row].copy_(send([bits_of(list(asked.params.allowed_token_ids), vocab)])[0])
+        if arrival.params.allowed_token_ids is not None:
+            state.mask[row].copy_(send([bits_of(list(arrival.params.allowed_token_ids), vocab)])[0])
 
     def send_masks(self, rows: list[int], words: np.ndarray, send: Send) -> None:
         """words [rows, vocab / 32]: of the tokens that each row's grammar allows next."""
@@ -77,22 +81,22 @@ class DeviceRows:
 
     # ---- edits -------------------------------------------------------------------------------------------------
 
-    def _take_edits(self, row: int, asked: SamplingRow) -> bool:
+    def _take_edits(self, row: int, arrival: SamplingRow) -> bool:
         edits: list[tuple[float, ...]] = []
         words: list[int] = []
-        for token, bias in asked.params.logit_bias.items() if asked.params.logit_bias else ():
+        for token, bias in arrival.params.logit_bias.items() if arrival.params.logit_bias else ():
             edits.append((token, bias, ALWAYS, 0, 0, 0))
-        until = asked.num_prompt + asked.params.min_tokens
-        if asked.num_output < asked.params.min_tokens:
-            edits += [(token, -np.inf, until, 0, 0, 0) for token in asked.stop_ids]
-        for word in asked.bad_words_ids:
-            edits.append((word[-1], -np.inf, ALWAYS, len(words), len(word) - 1, asked.num_prompt))
+        until = arrival.num_prompt + arrival.params.min_tokens
+        if arrival.num_output < arrival.params.min_tokens:
+            edits += [(token, -np.inf, until, 0, 0, 0) for token in arrival.stop_ids]
+        for word in arrival.bad_words_ids:
+            edits.append((word[-1], -np.inf, ALWAYS, len(words), len(word) - 1, arrival.num_prompt))
             words += word[:-1]
         if not edits:
             return False
         table = np.zeros((len(edits), spec.EDIT_FIELDS), np.int32)
-        for i, (token, bias, before, start, length, earliest) in enumerate(edits):
-            table[i, :6] = (token, np.float32(bias).view(np.int32), before, start, length, earliest)
+        for i, (token_id, bias, before, start, length, earliest) in enumerate(edits):
+            table[i, :6] = (token_id, np.float32(bias).view(np.int32), before, start, length, earliest)
         self._edits[row] = table, np.array(words, np.int32)
         return True
 

@@ -1,9 +1,9 @@
 """`oneOf` of a JSON schema as `anyOf`, where no text can match two of its branches.
 
-A grammar cannot count matches, so llguidance takes a oneOf only if it finds the branches disjoint, and it does not look
-behind `$ref`. But a discriminated union, as pydantic and OpenAPI write it, is disjoint: a property such as "kind" has
-other values in every branch. There exactly one match is the same as at least one. A branch in which the property may be
-missing is narrowed to objects that have it: every text that is then written is valid for the schema as it was.
+A grammar cannot count matches, so llguidance accepts a oneOf only if it finds the branches disjoint, and it does not
+follow `$ref` for that. A discriminated union, as pydantic and OpenAPI write it, is disjoint: a property such as "kind"
+has other values in every branch. There exactly one match is the same as at least one. A branch in which the property
+may be missing is narrowed to objects that have it: every text that is then written is valid for the original schema.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Unions:
         made: dict[str, Any] = {}
         for key, value in schema.items():
             if key == "uniqueItems" and value is False:
-                continue  # the default; llguidance refuses the word whatever it says
+                continue  # the default; llguidance refuses the key with any value
             if key in OF_NAMES and isinstance(value, Mapping):
                 made[key] = {name: self.rewritten(part) for name, part in value.items()}
             else:
@@ -55,7 +55,7 @@ class _Unions:
                 branch if self._demands(original, name) else {"allOf": [branch, narrow]}
                 for original, branch in zip(branches, made.pop("oneOf"))
             ]
-            made.pop("discriminator", None)  # llguidance refuses a key that it does not know beside a recursive $ref
+            made.pop("discriminator", None)  # llguidance refuses unknown keys beside a recursive $ref
         return made
 
     def _discriminator(self, schema: Mapping[str, Any], branches: list[Any]) -> str | None:

@@ -1,7 +1,7 @@
-"""What goes into the sampler and what comes out, one record per row of logits. No torch: these may cross a process.
+"""Input and output of the sampler, one record per row of logits. No torch: these may be sent to another process.
 
-The sampler never sees a Sequence. A `SamplingRow` holds all it may know of one, and the sampled token is a function of
-that row and its logits alone, never of the other rows of the batch.
+The sampler has no Sequence. It reads one `SamplingRow` of it, and the sampled token is a function of that row and its
+logits alone, never of the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SamplingRow:
 
     @property
     def has_penalty(self) -> bool:
-        asked = self.params
-        return asked.repetition_penalty != 1.0 or asked.frequency_penalty != 0.0 or asked.presence_penalty != 0.0
+        p = self.params
+        return p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
 
     @property
     def output_ids(self) -> np.ndarray:
@@ -49,7 +49,7 @@ class TokenLogprobs:
 @dataclass(slots=True)
 class SampledTokens:
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]  # None where the row did not ask
+    logprobs: list[TokenLogprobs | None]  # None without params.logprobs
 
 
 def bits_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

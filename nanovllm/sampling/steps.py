@@ -1,6 +1,6 @@
 """Edits of logits: small functions `logits, rows -> logits`, each run only when some row of the batch uses its field.
 
-They come before temperature and filters (`ops/sampling.py`) and change what a greedy row sees. The order is vLLM's.
+They come before temperature and filters (`ops/sampling.py`) and apply to greedy rows too. The order is vLLM's.
 Logits are contiguous fp32 [rows, vocab], edited in place; a banned token has -inf. Token ids outside the vocabulary are
 dropped here: indexing with them would abort the whole device, not one request.
 """
@@ -104,7 +104,7 @@ EDITS = (
     LogitsEdit(lambda row: row.num_output < row.params.min_tokens, min_tokens),
     LogitsEdit(lambda row: bool(row.params.logit_bias), logit_bias),
     LogitsEdit(lambda row: row.has_penalty, penalties),
-    LogitsEdit(lambda row: row.params.structured_outputs is not None, structured_tokens),  # last: it has the last word
+    LogitsEdit(lambda row: row.params.structured_outputs is not None, structured_tokens),
 )
 
 

@@ -1,12 +1,12 @@
-"""Structured output: the sampler may only take tokens that a grammar allows. The grammar itself is llguidance's work.
+"""Structured output: the sampler may only take tokens that a grammar allows. llguidance compiles and parses grammars.
 
     grammars = Grammars(tokenizer, vocab_size, eos_token_ids)     # one for an engine
     params = grammars.compiled(params)                            # structured_outputs becomes a Grammar
     structured_tokens(logits, rows)                               # an edit step of the sampler
 
-A row says only which tokens were written, so a Grammar finds the parser's state by them: the state for all but the last
-token is kept from the step before and fed the last. If it is not there (a preempted sequence, a twin that went another
-way) the output is fed anew, some microseconds a token.
+A row has only the tokens of its output, so a Grammar finds the parser's state by them: the state for all but the last
+token is kept from the step before, and the last token is added. If it is missing (a preempted sequence, two completions
+of one prompt that differ) the whole output is parsed again, some microseconds a token.
 
 Compiling is bounded: llguidance counts the work of a grammar and of a step in "fuel" and gives up (limits below).
 """
@@ -31,10 +31,10 @@ from nanovllm.sampling.rows import SamplingRow, bits_of
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("nanovllm")
-# JSON allows endless white space between two values, and small models gladly write it until max_tokens.
+# JSON allows any amount of white space between two values, and small models may write it until max_tokens.
 JSON_SPACES: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,32}"}
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark has a single colon
-# Each of these could ban what the grammar demands, and then nothing could be sampled.
+# Each of these could ban all tokens that the grammar allows.
 CONFLICTS = {"ignore_eos": False, "min_tokens": 0, "allowed_token_ids": None, "bad_words": ()}
 
 
@@ -49,7 +49,7 @@ class Grammar(StructuredOutputsParams):
     states: dict[bytes, Any] = field(default_factory=dict, repr=False, compare=False)  # output so far -> matcher
 
     def is_complete(self, output_ids: Sequence[int]) -> bool:
-        """Whether the text may end here. A text whose grammar was given up ends all the same."""
+        """Whether the text may end here. False after an error, where the text ends without being complete."""
         matcher = self.matcher(np.asarray(output_ids, np.int32))
         return not matcher.is_error() and bool(matcher.is_accepting())
 
@@ -68,7 +68,7 @@ class Grammar(StructuredOutputsParams):
 
 
 class Grammars:
-    """Compiles for one tokenizer. May be asked by several threads."""
+    """Compiles for one tokenizer. Several threads may use it."""
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._hf_tokenizer = tokenizer
@@ -79,7 +79,7 @@ class Grammars:
         self._executor: Any = None
 
     def compiled(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters if they ask for no structure, or are compiled already."""
+        """With a compiled Grammar in structured_outputs; the same object if there is nothing to compile."""
         wanted = params.structured_outputs
         if wanted is None or isinstance(wanted, Grammar):
             return params
@@ -93,9 +93,9 @@ class Grammars:
         source = to_source(wanted)
         matcher = make_matcher(tokenizer, source)
         if matcher.is_error():
-            # Its first line says what is wrong with the grammar; the rest may be a dump of it.
-            said = (str(matcher.get_error()).strip().splitlines() or [""])[0][:200]
-            raise RequestError(f"structured_outputs: cannot be compiled: {said}")
+            # The first line is the error; the others may be a dump of the grammar.
+            reason = (str(matcher.get_error()).strip().splitlines() or [""])[0][:200]
+            raise RequestError(f"structured_outputs: cannot be compiled: {reason}")
         grammar = Grammar(
             **{f.name: getattr(wanted, f.name) for f in dataclasses.fields(StructuredOutputsParams)},
             source=source,
@@ -163,16 +163,16 @@ def make_matcher(tokenizer: Any, source: str) -> Any:
     return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
 
-def allowed_words(asked: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np.ndarray:
+def allowed_words(rows: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np.ndarray:
     """int32 [rows, vocab / 32 rounded up]: for each grammar and the output so far, a bit for each token that may come
-    next. llguidance looks at all rows at once, in threads of its own."""
+    next. llguidance computes all rows at once, in threads of its own."""
     from llguidance.numpy import fill_next_token_bitmask_par
 
-    words = np.zeros((len(asked), -(-vocab // 32)), np.int32)
-    matchers = [grammar.matcher(output_ids) for grammar, output_ids in asked]
-    first = {id(matcher): i for i, matcher in reversed(list(enumerate(matchers)))}  # twins with one output share one
-    grammar = asked[0][0]
-    found = np.zeros((len(asked), -(-grammar.tokenizer.vocab_size // 32)), np.int32)
+    words = np.zeros((len(rows), -(-vocab // 32)), np.int32)
+    matchers = [grammar.matcher(output_ids) for grammar, output_ids in rows]
+    first = {id(matcher): i for i, matcher in reversed(list(enumerate(matchers)))}  # equal outputs share a matcher
+    grammar = rows[0][0]
+    found = np.zeros((len(rows), -(-grammar.tokenizer.vocab_size // 32)), np.int32)
     sound = [(matchers[i], i) for i in first.values() if not matchers[i].is_error()]
     if sound:
         fill_next_token_bitmask_par(grammar.executor, sound, found)
@@ -181,7 +181,7 @@ def allowed_words(asked: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np
     if vocab % 32:
         words[:, -1] &= (1 << vocab % 32) - 1
     for i, matcher in enumerate(matchers):
-        if matcher.is_error():  # out of fuel: end the text rather than the step, which has other people's rows
+        if matcher.is_error():  # out of fuel: end this text and not the step, which has rows of other requests
             logger.warning("structured output given up: %.200s", str(matcher.get_error()).strip())
             words[i] = 0
     for i in np.flatnonzero(~words.any(1)).tolist():
@@ -192,10 +192,10 @@ def allowed_words(asked: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np
 def structured_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     vocab = logits.shape[-1]
     grammars = [(i, row.params.structured_outputs, row.output_ids) for i, row in enumerate(rows)]
-    asked = [(i, grammar, output) for i, grammar, output in grammars if isinstance(grammar, Grammar)]
-    if asked:
-        words = allowed_words([(grammar, output) for _, grammar, output in asked], vocab)
+    limited = [(i, grammar, output) for i, grammar, output in grammars if isinstance(grammar, Grammar)]
+    if limited:
+        words = allowed_words([(grammar, output) for _, grammar, output in limited], vocab)
         banned = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab] == 0
-        places = torch.tensor([i for i, _, _ in asked], device=logits.device)
+        places = torch.tensor([i for i, _, _ in limited], device=logits.device)
         logits[places] = logits[places].masked_fill(torch.from_numpy(banned).to(logits.device), float("-inf"))
     return logits

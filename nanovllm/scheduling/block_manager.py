@@ -1,4 +1,4 @@
-"""BlockManager: who owns which block of the paged KV cache, and which blocks can be found again by content.
+"""BlockManager: which sequences own which blocks of the paged KV cache, and which blocks can be found by content.
 
 The cache is num_blocks blocks of block_size slots; a sequence's block_table maps its i-th run of block_size tokens to a
 block. A block is in one of three states:
@@ -35,7 +35,7 @@ def _chain(parent: bytes, tokens: tuple[int, ...]) -> bytes:
 
 @dataclass
 class Journal:
-    """What a watcher cannot read off the plans. Blocks that became findable, and findable ones taken for other use."""
+    """Blocks that became findable, and findable ones taken for other use: events that the plans do not show."""
 
     published: list[int] = field(default_factory=list)
     evicted: list[int] = field(default_factory=list)
@@ -50,8 +50,8 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queries = 0  # prompt tokens looked up in the prefix cache, and those found
         self.num_hits = 0
-        self.journal: Journal | None = None  # written while somebody watches
-        self._num_forgotten = 0  # blocks that were findable and are not any more
+        self.journal: Journal | None = None  # set while the engine is watched (telemetry/)
+        self._num_forgotten = 0  # times that findable blocks became unfindable
         self.clear()
 
     def clear(self) -> None:
@@ -85,12 +85,12 @@ class BlockManager:
     def match(self, seq: Sequence) -> list[int]:
         """Blocks that hold the beginning of seq, which has none yet, without taking them.
 
-        Stops short of the last known token: it is always computed, because its logits are what the step is for.
+        Without the last known token: it is always computed, because the step needs its logits.
         """
         size = self.block_size
         if not (self.enable_prefix_caching and seq.reads_prefix_cache):
             return []
-        # A sequence that cannot be admitted is matched at every step: what was found stays found until a block is lost.
+        # A sequence that cannot be admitted is matched at every step: an earlier result is valid until a block is lost.
         matched, seq.matched = seq.matched if seq.matched_at == self._num_forgotten else [], []
         for index in range(len(matched), (len(seq.token_ids) - 1) // size):
             tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
@@ -219,8 +219,7 @@ class BlockManager:
     def _take_run(self, count: int, place: int) -> list[int]:
         taken: list[int] = []
         while len(taken) < count and place in self._free and self._keys[place] is None:
-            del self._free[place]
-            self._ref_counts[place] = 1
+            self._own(place)
             taken.append(place)
             place += 1
         return taken + sorted(self._take() for _ in range(count - len(taken)))
@@ -247,4 +246,4 @@ class BlockManager:
         for block in blocks:
             self._free[block] = None
             if self._keys[block] is None:
-                self._free.move_to_end(block, last=False)  # holds nothing worth keeping: first to be taken
+                self._free.move_to_end(block, last=False)  # not findable, so it is taken first

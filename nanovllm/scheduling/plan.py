@@ -2,7 +2,7 @@
 
 Only ints (and the sampling parameters, once, when a sequence arrives), so that a plan can travel to another process
 without pickle and a simulator can execute it without torch. The runner keeps the tokens and the block table of every
-sequence that runs, so an entry says only what is new: a decode entry is a handful of ints however long the context.
+sequence that runs, so an entry holds only what is new: a decode entry is a few ints however long the context.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class StepPlan:
     step_id: int
     entries: tuple[PlanEntry, ...]
     arrivals: tuple[Arrival, ...] = ()
-    # Finished, aborted or preempted since the last plan: the runner forgets them before it takes the arrivals (one may
-    # leave and come back in one plan), and may be told of one it does not know: those of a failed plan are repeated.
+    # Finished, aborted or preempted since the last plan. The runner removes them before it adds the arrivals (a
+    # sequence may be in both) and ignores ids that it does not have: departures of a failed plan are repeated.
     departures: tuple[int, ...] = ()
     num_steps: int = 1  # > 1 only if is_decode_only: decode so many tokens before reporting back
 
@@ -58,7 +58,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner found. token_ids[i] belongs to the i-th entry that samples; it holds num_steps tokens.
+    """What the runner computed. token_ids[i] belongs to the i-th entry that samples; it holds num_steps tokens.
 
     `logprobs` (per sampling entry, per token) and `prompt_logprobs` (per seq_id, for the positions
     just fed) are opaque to the scheduler: they pass through to the output.

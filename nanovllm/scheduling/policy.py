@@ -1,7 +1,7 @@
-"""Scheduling policies: who is served next, and who gives way when blocks run out.
+"""Scheduling policies: which sequence is served next, and which one is preempted when blocks run out.
 
     fcfs      first come, first served
-    sjf       shortest remaining prompt first; `max_wait_steps` bounds how long anyone is passed over
+    sjf       shortest remaining prompt first; `max_wait_steps` bounds how long a sequence is passed over
     priority  smallest `priority` first, then first come
 
 A policy is two small functions. Both keys are compared as tuples and end in the arrival number, so order is total and
@@ -25,7 +25,7 @@ class Policy:
     name: str
     admission_key: Callable[[Sequence], Key]  # smallest is admitted first
     order: Callable[[Sequence], Key]  # running sequences are served in this order; the largest is preempted
-    max_wait_steps: int | None = None  # aging: after so many steps in the queue nobody may overtake
+    max_wait_steps: int | None = None  # aging: a sequence that has waited so many steps is admitted next
 
 
 def make_policy(name: str, max_wait_steps: int | None = None) -> Policy:
@@ -50,8 +50,8 @@ def make_policy(name: str, max_wait_steps: int | None = None) -> Policy:
 class WaitingQueue:
     """Waiting sequences in admission order, with aging: two sorted lists, by key and by arrival.
 
-    Inserting into or deleting from a list moves the pointers behind it: some 50 us in a line of 100,000, and nothing
-    of a sequence that left stays behind.
+    Inserting into or deleting from a list moves the pointers behind it: some 50 us in a queue of 100,000. A heap would
+    keep entries of sequences that left.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -76,8 +76,8 @@ class WaitingQueue:
 
     def peek(self, step: int) -> Sequence:
         oldest = self._by_arrival[0][1]
-        patience = self._policy.max_wait_steps
-        if patience is not None and step - oldest.queued_step >= patience:
+        limit = self._policy.max_wait_steps
+        if limit is not None and step - oldest.queued_step >= limit:
             return oldest
         return self._by_key[0][1]
 

@@ -1,14 +1,14 @@
-"""Scheduler: which tokens of which sequences are computed in the next step, and what became of them.
+"""Scheduler: which tokens of which sequences the next step computes, and how its result changes the sequences.
 
-    plan = scheduler.schedule()          # decide; state changes
-    result = runner.execute(plan)        # compute; no state of ours is touched
-    scheduler.commit(plan, result)       # record; state changes
+    plan = scheduler.schedule()          # decide; sequences and blocks change
+    result = runner.execute(plan)        # compute; no sequence or block changes
+    scheduler.commit(plan, result)       # record; sequences and blocks change
 
 One step computes at most max_num_batched_tokens tokens of at most max_num_seqs sequences. Running sequences come
 first (a decode needs one token, an unfinished prompt takes a chunk of what is left), then waiting ones are admitted in
 the policy's order. When a running sequence needs a block and none is free, the last in order gives up all of its
-blocks and waits again; its tokens are kept and computed anew later (recompute is cheaper than it sounds: its full
-blocks usually still sit in the prefix cache).
+blocks and waits again; its tokens are kept and computed anew later (which is often cheap: its full blocks are usually
+still in the prefix cache).
 
 Steps may overlap: schedule() may be called again before the last plan was committed. A sampled token that is not known
 yet is counted in `num_pending`; blocks given up meanwhile are held until the steps in flight have ended.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import ContextLengthError
@@ -51,11 +51,21 @@ class Progress:
 
 
 @dataclass
+class _StepDraft:
+    """The step that `schedule` is putting together."""
+
+    budget: int  # tokens that may still be added
+    chosen: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, number of tokens to feed)
+    arrivals: list[Arrival] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)  # blocks made findable because this step will compute them
+
+
+@dataclass
 class _Flight:
-    """A plan that was handed out and not committed yet."""
+    """A plan that `schedule` returned and that is neither committed nor failed yet."""
 
     plan: StepPlan
-    published: list[int]  # blocks made findable on the promise that this step computes them
+    published: list[int]  # of its draft; if the step fails, they must not be findable any more
 
 
 class Scheduler:
@@ -80,7 +90,7 @@ class Scheduler:
     # ---- the caller's side -------------------------------------------------------------------------------------
 
     def check_fits(self, num_prompt: int) -> None:
-        """A prompt that can never run is refused before it waits, so that nothing queues behind it for ever."""
+        """A prompt that can never run is refused before it waits: the queue behind it would wait for ever."""
         limit = self.limits.max_model_len
         if num_prompt >= limit:
             raise ContextLengthError(
@@ -112,7 +122,7 @@ class Scheduler:
     def clear(self) -> None:
         """Forget every sequence and every cached block, whatever an interrupted change has left behind."""
         for flight in self._flights:
-            self._departures += flight.plan.departures  # the runner may never have seen them
+            self._departures += flight.plan.departures  # the runner may not have applied them
         self._departures += self._sequences
         self._sequences, self._flights, self._ended = {}, deque(), []
         self.waiting, self.running = WaitingQueue(self.policy), []
@@ -126,8 +136,8 @@ class Scheduler:
     def set_policy(self, policy: Policy) -> None:
         """Between two steps. Running sequences go on; both queues are sorted anew."""
         self.policy = policy
-        line, self.waiting = list(self.waiting), WaitingQueue(policy)
-        for seq in line:
+        waiting, self.waiting = self.waiting, WaitingQueue(policy)
+        for seq in waiting:
             self.waiting.push(seq)
         self.running.sort(key=policy.order)
 
@@ -144,40 +154,35 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         self.step += 1
-        flight_blocks: list[int] = []
-        arrivals: list[Arrival] = []
-        chosen: list[tuple[Sequence, int]] = []  # (sequence, number of tokens to feed)
-        budget = self._continue_running(chosen, flight_blocks)
-        self._admit_waiting(budget, chosen, flight_blocks, arrivals)
-        num_steps = self._extend_decodes(chosen)
-        entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in chosen)
-        plan = StepPlan(self.step, entries, tuple(arrivals), tuple(self._departures), num_steps)
-        if entries:  # an empty plan is not executed: who left is told next time
-            self._flights.append(_Flight(plan, flight_blocks))
+        draft = _StepDraft(self.limits.max_num_batched_tokens)
+        self._continue_running(draft)
+        self._admit_waiting(draft)
+        num_steps = self._extend_decodes(draft.chosen)
+        entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in draft.chosen)
+        plan = StepPlan(self.step, entries, tuple(draft.arrivals), tuple(self._departures), num_steps)
+        if entries:  # an empty plan is not executed: its departures are in the next one
+            self._flights.append(_Flight(plan, draft.published))
             self._departures = []
         return plan
 
-    def _continue_running(self, chosen: list[tuple[Sequence, int]], published: list[int]) -> int:
-        """Decodes and unfinished prompts, in the order of service; returns the budget left."""
-        budget = self.limits.max_num_batched_tokens
-        # All that a complete sequence may sample is in flight; the others are sure of one token each.
+    def _continue_running(self, draft: _StepDraft) -> None:
+        """Decodes and unfinished prompts, in the order of service."""
+        # All that a complete sequence may sample is in flight. Each of the other decodes keeps one token of the budget.
         ready = [seq for seq in self.running if not self._is_complete(seq)]
         num_decodes = sum(seq.num_remaining == 1 for seq in ready)
         for seq in ready:
             if seq.status is not Status.RUNNING:
-                break  # preempted for one before it, and so are all that follow: victims are taken from the end
+                break  # preempted for one before it, and so are all that follow: the last in order is preempted first
             num_decodes -= seq.num_remaining == 1
-            num_new = min(seq.num_remaining, budget - num_decodes)
+            num_new = min(seq.num_remaining, draft.budget - num_decodes)
             if num_new <= 0:
                 continue
             self._make_room(seq, num_new)
             if seq.status is Status.RUNNING and self.blocks.reserve(seq, num_new):
-                self._choose(seq, num_new, chosen, published)
-                budget -= num_new
-        return budget
+                self._choose(draft, seq, num_new)
 
     def _make_room(self, seq: Sequence, num_new: int) -> None:
-        """Preempt from the end of the line until seq can have its blocks."""
+        """Preempt running sequences, the last in order first, until there are enough free blocks for seq."""
         while (missing := self.blocks.num_missing(seq, num_new)) > self.blocks.num_free:
             if missing <= self.blocks.num_free + self.blocks.num_held:
                 break  # enough will be free once the steps in flight have ended
@@ -190,10 +195,8 @@ class Scheduler:
             if victim is seq:
                 break
 
-    def _admit_waiting(
-        self, budget: int, chosen: list[tuple[Sequence, int]], published: list[int], arrivals: list[Arrival]
-    ) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+    def _admit_waiting(self, draft: _StepDraft) -> None:
+        while self.waiting and draft.budget > 0 and len(self.running) < self.limits.max_num_seqs:
             seq = self.waiting.peek(self.step)
             if seq.num_pending:
                 break  # preempted while a step in flight samples for it; that token must be known first
@@ -202,8 +205,8 @@ class Scheduler:
                 self._outgrew_cache(seq)
                 continue
             matched = self.blocks.match(seq)
-            # Blocks for the whole prompt, not just this chunk, and one to grow for everyone who runs: admitting on
-            # less would preempt again at once.
+            # Blocks for the whole prompt, not just this chunk, and one more for every running sequence: admitting with
+            # fewer would preempt again at once.
             needed = num_blocks - len(matched) + len(self.running)
             if needed > self.blocks.num_free_without(matched):
                 break
@@ -212,20 +215,20 @@ class Scheduler:
             insort(self.running, seq, key=self.policy.order)
             self._count_hits(seq, matched)
             self.blocks.adopt(seq, matched)
-            num_new = min(seq.num_remaining, budget)
+            num_new = min(seq.num_remaining, draft.budget)
             reserved = self.blocks.reserve(seq, num_new)
             assert reserved
-            arrivals.append(self._arrival(seq))
-            self._choose(seq, num_new, chosen, published)
-            budget -= num_new
+            draft.arrivals.append(self._arrival(seq))
+            self._choose(draft, seq, num_new)
 
-    def _choose(self, seq: Sequence, num_new: int, chosen: list[tuple[Sequence, int]], published: list[int]) -> None:
-        chosen.append((seq, num_new))
+    def _choose(self, draft: _StepDraft, seq: Sequence, num_new: int) -> None:
+        draft.chosen.append((seq, num_new))
+        draft.budget -= num_new
         seq.num_computed += num_new
-        published += self.blocks.publish(seq)
+        draft.published += self.blocks.publish(seq)
 
     def _extend_decodes(self, chosen: list[tuple[Sequence, int]]) -> int:
-        """How many tokens to decode before the host looks again: more than one only if nobody is kept waiting."""
+        """How many tokens each sequence decodes before the next commit: more than one only while none waits."""
         if self.limits.decode_steps == 1 or self.waiting or not chosen:
             return 1
         if any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
@@ -234,8 +237,7 @@ class Scheduler:
         wanted = max(seq.stop.max_tokens - seq.num_output - seq.num_pending for seq, _ in chosen)
         num_steps = max(1, min(self.limits.decode_steps, room, wanted))
         extra = num_steps - 1
-        count = self.blocks.num_blocks_for
-        if sum(count(seq.num_computed + extra) - len(seq.block_table) for seq, _ in chosen) > self.blocks.num_free:
+        if sum(self.blocks.num_missing(seq, extra) for seq, _ in chosen) > self.blocks.num_free:
             return 1
         for seq, _ in chosen:
             reserved = self.blocks.reserve(seq, extra)
@@ -260,16 +262,12 @@ class Scheduler:
     # ---- commit ------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        """Plans are committed in the order they were made. Tokens after a stop are dropped: nobody ever sees them."""
+        """Append the sampled tokens, without those after a stop. Plans are committed in the order they were made."""
         flight = self._flights.popleft()
         assert flight.plan is plan, "plans are committed in order"
         self._retire()
         progress: list[Progress] = []
-        row = -1
-        for entry in plan.entries:
-            if not entry.samples:
-                continue
-            row += 1
+        for row, entry in enumerate(entry for entry in plan.entries if entry.samples):
             seq = self._sequences.get(entry.seq_id)
             if seq is None:
                 continue  # finished or aborted while this step ran
@@ -277,8 +275,8 @@ class Scheduler:
             accepted = self._append(seq, result.token_ids[row])
             logprobs = result.logprobs[row][: len(accepted)] if result.logprobs else None
             progress.append(Progress(seq, accepted, logprobs))
-            # Blocks filled by tokens that were unknown when the step was planned (none if it just left). The last of
-            # them may be fed by a step that is still in flight: then that is a promise too.
+            # Blocks filled by tokens that were unknown when the step was planned (none if it just ended). A step in
+            # flight may still have to compute the last of them, so they are unpublished if that step fails.
             published = self.blocks.publish(seq)
             if self._flights:
                 self._flights[-1].published += published
@@ -286,13 +284,13 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, reason: str, culprit: int | None = None) -> list[Sequence]:
         """The step raised. Its sequences end with an error, or, if one of them is known to be the cause, that one does
-        and the others start over. Nobody may find the blocks it should have filled. Plans made after it may have shared
+        and the others start over. The blocks it should have filled are unpublished. Plans made after it may have shared
         those blocks, so they fail with it."""
         failed: list[Sequence] = []
         while self._flights and self._flights[-1].plan.step_id >= plan.step_id:
             flight = self._flights.pop()
             self.blocks.unpublish(flight.published)
-            self._departures += flight.plan.departures  # the runner may never have seen them
+            self._departures += flight.plan.departures  # the runner may not have applied them
             for entry in flight.plan.entries:
                 if (seq := self._sequences.get(entry.seq_id)) is None:
                     continue
@@ -307,7 +305,7 @@ class Scheduler:
         return failed
 
     def _retire(self) -> None:
-        """Every step before the oldest in flight has ended, one way or the other."""
+        """Every step before the oldest in flight has ended, by its result or by its failure."""
         self.blocks.retire(self._flights[0].plan.step_id - 1 if self._flights else self.step)
 
     def _append(self, seq: Sequence, token_ids: list[int]) -> list[int]:
@@ -352,7 +350,7 @@ class Scheduler:
             self.waiting.remove(seq)
 
     def _outgrew_cache(self, seq: Sequence) -> None:
-        """It has the whole cache to itself and needs more: preempting it would repeat for ever."""
+        """seq alone needs more blocks than the cache has: preempting it would repeat for ever."""
         capacity = self.blocks.num_blocks * self.blocks.block_size
         self._finish(seq, "length", f"the KV cache holds {capacity} tokens and this sequence filled it")
         self._ended.append(seq)

@@ -1,16 +1,17 @@
-"""Sequence: one stream of tokens, prompt first, and what the scheduler knows of it.
+"""Sequence: one stream of tokens, prompt first, and the state of its computation.
 
-A sequence changes in two places only, `Scheduler.schedule` and `Scheduler.commit` (an abort counts as a commit that
-came from the caller). A request for n completions is n sequences; they share the prompt's blocks through the prefix
-cache, not through a special case.
+This is the only record of a request's state that decides anything. The runner's InputBatch (tokens and block tables)
+and the sampler's DeviceRows are copies that the plans fill; after a preemption or a failure they are filled anew.
+Only the scheduler and its block manager change it (the engine ends those that an interrupt has cut off). A request for
+n completions is n sequences; they share the prompt's blocks through the prefix cache, not through a special case.
 
-Three counters tell its whole state, in a sequence of `len(token_ids)` known tokens:
+Three counters are its whole state, in a sequence of `len(token_ids)` known tokens:
 
     num_computed   tokens whose K and V are in the cache, or will be once the steps already planned have run
     num_pending    tokens that planned steps will sample but whose ids are not known yet (0 unless steps overlap)
     num_remaining  tokens still to feed to the model: known + pending - computed. 1 = decode, more = prefill.
 
-There is no phase flag: a preempted sequence simply has num_computed == 0 again, with output tokens or without.
+There is no phase flag: a preempted sequence has num_computed == 0 again, with output tokens or without.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class StopRule:
-    """When token ids alone end a sequence. Stop strings need text; the engine's detokenizer looks for those."""
+    """When token ids alone end a sequence. Stop strings need text: the engine's detokenizer finds those."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -54,10 +55,10 @@ class Sequence:
     stop: StopRule
     params: SamplingParams
     seed: int = 0
-    arrival: int = 0  # place in the line of all sequences ever added; smaller is earlier
+    arrival: int = 0  # how many sequences were added before it
     priority: int = 0  # smaller is served first, under the priority policy
     cache_salt: str = ""  # only sequences with the same salt share cached blocks
-    reads_prefix_cache: bool = True  # False when every prompt position's logits are wanted
+    reads_prefix_cache: bool = True  # False for prompt_logprobs, which need the logits of every prompt position
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
     status: Status = Status.WAITING
@@ -68,7 +69,7 @@ class Sequence:
     matched: list[int] = field(default_factory=list)  # cached blocks found while it waits,
     matched_at: int = -1  # valid while the cache has forgotten none since
     num_published: int = 0  # leading blocks of block_table that others may find in the prefix cache
-    num_announced: int = 0  # leading blocks of block_table that the runner has been told of
+    num_announced: int = 0  # leading blocks of block_table that were in a plan
     queued_step: int = 0  # the step at which it first began to wait
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first ran
     num_preemptions: int = 0

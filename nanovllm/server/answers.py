@@ -22,11 +22,11 @@ from starlette.types import Receive, Scope, Send
 from nanovllm.engine.inputs import EngineInput
 from nanovllm.outputs import CompletionDelta, RequestDelta
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.errors import ApiError, as_api_error, bad_field
 from nanovllm.server.guard import ClientGone, Guard
 from nanovllm.server.pieces import Choice, Usage, chat_logprobs, completion_logprobs, prompt_facts, token_ids
-from nanovllm.server.prompts import compiled, encode_chat, encode_prompts, free_thoughts
-from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling
+from nanovllm.server.prompts import compiled, encode_chat, encode_prompts, free_thoughts, tokenizer_of
+from nanovllm.server.protocol import ChatBody, CompletionBody, Sampling, StreamOptions
 from nanovllm.server.reasoning import Start, ThoughtReader, where
 from nanovllm.server.service import ClientRequest, Service, server_left
 from nanovllm.server.tools import AnswerPart, CallReader
@@ -56,8 +56,8 @@ def dump(data: dict[str, Any]) -> bytes:
 
 
 def dump_slowly(data: dict[str, Any]) -> bytes:
-    """For other threads. json.dumps is one call of C that holds the interpreter's lock, and the event loop waits for
-    it as if it were its own; in pieces Python's own encoder writes, which lets others in between."""
+    """For other threads. json.dumps is one call of C that holds the interpreter's lock, so the event loop would wait
+    for its end; iterencode writes in Python, piece by piece, and other threads run in between."""
     parts = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(data)
     return "".join(parts).encode(errors="replace")
 
@@ -102,7 +102,7 @@ class Answer(Response, Generic[BodyT]):
         raise NotImplementedError
 
     def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any] | None:
-        """A choice of an event (None: nothing to tell yet), or of an answer in one go."""
+        """A choice of an event (None: nothing to send yet), or of an answer in one go."""
         raise NotImplementedError
 
     def about_prompt(self, delta: RequestDelta) -> dict[str, Any]:
@@ -116,9 +116,9 @@ class Answer(Response, Generic[BodyT]):
     def usage(self) -> Usage:
         return Usage()
 
-    def failure(self, problem: ApiError) -> bytes:
+    def failure(self, problem: ApiError, path: str) -> bytes:
         """The last event, of an answer that has begun and cannot go on."""
-        return failure(problem)
+        return failure(problem, path)
 
     @property
     def has_frames(self) -> bool:
@@ -140,10 +140,10 @@ class Answer(Response, Generic[BodyT]):
                 error = server_left()  # the engine is in a long step and has not taken the request yet
             if not self._started:
                 raise error
-            # The status line is out: the client learns of it by an event.
+            # The status line is out: the error is one more event.
             if not isinstance(error, ApiError):
                 logger.error("request %s failed in its stream", self.request_id, exc_info=error)
-            data = self.failure(as_api_error(error))
+            data = self.failure(as_api_error(error), scope["path"])
             await send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,12 +152,10 @@ class Answer(Response, Generic[BodyT]):
         if body.user is not None:
             logger.info("request %s is of user %r", self.request_id, body.user)
         if not 1 <= body.n <= options.max_n:
-            raise ApiError(400, f"n={body.n}: must be in [1, {options.max_n}]", param="n")
+            raise bad_field("n", f"{body.n} is not in [1, {options.max_n}]")
         with self.service.admit(self.num_prompts() * body.n):
             inputs, params = await self.service.encode(self.encode)
-            job = ClientRequest(
-                self.request_id, inputs, params, body.priority, self.arrival, final_only=not body.stream
-            )
+            job = ClientRequest(self.request_id, inputs, params, body.priority, self.arrival, not body.stream)
             async with aclosing(self.service.stream(job)) as deltas:
                 if body.stream:
                     await self._send_events(deltas, send)
@@ -200,8 +198,8 @@ class Answer(Response, Generic[BodyT]):
         await send({"type": "http.response.body", "body": self.done, "more_body": False})
 
     async def _events(self, deltas: AsyncIterator[tuple[int, RequestDelta]]) -> AsyncIterator[bytes]:
-        asked = self.body_model.stream_options
-        counts = asked is not None and asked.include_usage
+        asked = self.body_model.stream_options or StreamOptions()
+        counts = asked.include_usage
         choices: dict[int, Choice] = {}
         usage = self.usage()
         more: dict[str, Any] = {"usage": None} if counts else {}
@@ -226,7 +224,7 @@ class Answer(Response, Generic[BodyT]):
     def _parts(
         self, choice: Choice, new: CompletionDelta, delta: RequestDelta, more: dict[str, Any], write: Write = dump
     ) -> list[bytes]:
-        """The events that tell what is new; none for half a character, or text that may become a stop string."""
+        """The events of what is new; none for half a character, or text that may become a stop string."""
         text, is_last = new.text, new.finish_reason is not None
         if not (text or new.logprobs or is_last or self.body_model.return_token_ids):
             return []
@@ -235,16 +233,15 @@ class Answer(Response, Generic[BodyT]):
         is_first = choice.is_first
         records = [self.opening(choice)] if is_first else []
         records.append(self.record(choice, new, delta))
-        choice.sent(new)
+        choice.is_first = False
         if self.has_frames and not is_last and not more.get("usage"):
             sample = self.record(choice, CompletionDelta(new.index, 0, [], [MARK]), delta)
-            # The last place where it stands: after it comes nothing that a client has sent.
+            # The last occurrence is the text: nothing that a client has sent comes after it.
             whole = event(self._envelope(self.chunk_object, [sample], **more))
             choice.frame = whole.rpartition(quote(MARK).encode())[::2]
         if is_first:
             more = {**more, **self.about_prompt(delta)}
-        told = [self._envelope(self.chunk_object, [record], **more) for record in records if record is not None]
-        return [event(data, write) for data in told]
+        return [event(self._envelope(self.chunk_object, [one], **more), write) for one in records if one is not None]
 
 
 class CompletionAnswer(Answer[CompletionBody]):
@@ -253,7 +250,7 @@ class CompletionAnswer(Answer[CompletionBody]):
     def num_prompts(self) -> int:
         count, limit = len(self.body_model.prompts), self.service.options.max_prompts
         if not 1 <= count <= limit:
-            raise ApiError(400, f"prompt: {count} prompts, must be 1 to {limit}", param="prompt")
+            raise bad_field("prompt", f"{count} prompts, must be 1 to {limit}")
         return count
 
     def encode(self) -> tuple[list[EngineInput], SamplingParams]:
@@ -271,7 +268,7 @@ class CompletionAnswer(Answer[CompletionBody]):
             text = delta.prompt + text
             if positions is not None and delta.prompt_logprobs is not None:
                 positions = [position for position in delta.prompt_logprobs if position] + positions
-                begin = self.service.engine.engine.tokenizer.decode(delta.prompt_token_ids[:1])
+                begin = tokenizer_of(self.service.engine.engine).decode(delta.prompt_token_ids[:1])
                 # a token that the tokenizer puts before a text is not in it
                 first_token = begin, begin.encode() if delta.prompt.startswith(begin) else b""
         return {
@@ -306,7 +303,7 @@ class ChatAnswer(Answer[ChatBody]):
         engine, parser = self.service.engine.engine, self.service.options.reasoning_parser
         parsed, params = encode_chat(engine, self.body_model, self.service.tool_form)
         if parser is not None:
-            body, tail = self.body_model, engine.tokenizer.decode(parsed.token_ids[-32:])
+            body, tail = self.body_model, tokenizer_of(engine).decode(parsed.token_ids[-32:])
             last = body.messages[-1].for_template()["content"] if body.continue_final_message else None
             self._start = where(parser, tail, last)
             params = free_thoughts(engine, params, self._start)
@@ -314,18 +311,6 @@ class ChatAnswer(Answer[ChatBody]):
 
     def about_prompt(self, delta: RequestDelta) -> dict[str, Any]:
         return prompt_facts(self.body_model, delta)
-
-    def _reader(self) -> CallReader:
-        body = self.body_model
-        names = [tool.function.name for tool in body.offered]
-        return CallReader(
-            self.service.tool_form,
-            names,
-            must_call=body.must_call,
-            has_grammar=body.binds_calls,
-            one_call=body.one_call,
-            needs_opener=body.answers_json,
-        )
 
     @property
     def has_frames(self) -> bool:
@@ -345,27 +330,28 @@ class ChatAnswer(Answer[ChatBody]):
             thought, text = self._thoughts[choice.index].feed(text, reason is not None)
         if not self.body_model.offered:
             return AnswerPart(text, thought=thought), reason
-        reader = self._readers.get(choice.index) or self._readers.setdefault(choice.index, self._reader())
-        said = replace(reader.feed(text, reason is not None), thought=thought)
-        return said, "tool_calls" if reason == "stop" and reader.num_calls else reason
+        if choice.index not in self._readers:
+            self._readers[choice.index] = CallReader(self.service.tool_form, self.body_model)
+        reader = self._readers[choice.index]
+        part = replace(reader.feed(text, reason is not None), thought=thought)
+        return part, "tool_calls" if reason == "stop" and reader.num_calls else reason
 
     def record(self, choice: Choice, new: CompletionDelta, delta: RequestDelta) -> dict[str, Any] | None:
-        body, (said, reason) = self.body_model, self.read(choice, new)
-        thought = said.thought
-        tells = said.content or said.calls or thought or new.logprobs or body.return_token_ids or reason
-        if body.stream and not tells:
-            return None
-        content: dict[str, Any] = {"content": said.content}
-        if body.stream and (said.calls or thought):
-            content = {"content": said.content} if said.content else {}
-            if said.calls:
-                content["tool_calls"] = [call.as_delta() for call in said.calls]
-        elif not body.stream:
-            content = {"role": "assistant", "content": said.content, "refusal": None}
-            if calls := said.whole_calls():
-                content["tool_calls"] = calls
+        body, (part, reason) = self.body_model, self.read(choice, new)
+        calls, thought = part.calls, part.thought
+        if body.stream:
+            if not (part.content or calls or thought or new.logprobs or body.return_token_ids or reason):
+                return None
+            content: dict[str, Any] = {"content": part.content}
             if calls or thought:
-                content["content"] = said.content or None
+                content = {"content": part.content} if part.content else {}
+            if calls:
+                content["tool_calls"] = [call.as_delta() for call in calls]
+        else:
+            text = part.content or None if calls or thought else part.content
+            content = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                content["tool_calls"] = part.whole_calls()
         if thought:
             content["reasoning_content"] = thought
         return {

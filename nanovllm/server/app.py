@@ -1,40 +1,42 @@
-"""The HTTP application: routes, the reading of bodies, and errors in one shape.
+"""The HTTP application: routes, and errors in one shape.
 
     app = make_app(Service(engine, options))        # an ASGI application, for uvicorn or for a test
 
-Bodies are read and parsed here rather than by the framework: within a size and a time, large ones off the event loop,
-and with errors that name the field. The framework's own documentation pages load scripts from elsewhere, so they are
-off; /openapi.json is there.
+Service.read reads bodies, not the framework: within a size and a time, large ones off the event loop, and with errors
+that name the field. The framework's own documentation pages load scripts from elsewhere, so they are off; /openapi.json
+is there.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from nanovllm import __version__
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.server.answers import ChatAnswer, CompletionAnswer
+from nanovllm.server.body import Body
 from nanovllm.server.engine_api import add_engine_routes
 from nanovllm.server.errors import ApiError, as_api_error
-from nanovllm.server.guard import SMALL_BODY, Gate, read_bytes
+from nanovllm.server.guard import Gate
 from nanovllm.server.messages import CountBody, MessagesBody, add_message_routes
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.openapi import describe_bodies
 from nanovllm.server.prompts import detokenize, tokenize
-from nanovllm.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanovllm.server.responses import ResponseBody, add_response_routes
 from nanovllm.server.service import Service
 
 logger = logging.getLogger("nanovllm")
-BodyT = TypeVar("BodyT", bound=Body)
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
@@ -51,9 +53,9 @@ def make_app(service: Service) -> ASGIApp:
     _add_errors(app)
     _add_generation(app, service)
     _add_facts(app, service)
-    add_response_routes(app, service, read)
-    add_message_routes(app, service, read)
-    add_engine_routes(app, service, read)
+    add_response_routes(app, service)
+    add_message_routes(app, service)
+    add_engine_routes(app, service)
     describe_bodies(app, BODIES)
     return Gate(app, service.options)
 
@@ -61,24 +63,24 @@ def make_app(service: Service) -> ASGIApp:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_class=Response)
     async def completions(request: Request) -> Response:
-        body = await read(request, service, CompletionBody)
+        body = await service.read(request, CompletionBody)
         return CompletionAnswer(service, body, request.scope["request_id"])
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(request: Request) -> Response:
-        body = await read(request, service, ChatBody)
+        body = await service.read(request, ChatBody)
         return ChatAnswer(service, body, request.scope["request_id"])
 
     @app.post("/tokenize", response_class=Response)
     async def to_tokens(request: Request) -> Response:
-        body = await read(request, service, TokenizeBody)
+        body = await service.read(request, TokenizeBody)
         service.check_model(body.model)
         engine, form = service.engine.engine, service.tool_form
         return await service.encode(lambda: JSONResponse(tokenize(engine, body, form)))
 
     @app.post("/detokenize", response_class=Response)
     async def to_text(request: Request) -> Response:
-        body = await read(request, service, DetokenizeBody)
+        body = await service.read(request, DetokenizeBody)
         service.check_model(body.model)
         return await service.encode(lambda: JSONResponse(detokenize(service.engine.engine, body)))
 
@@ -130,33 +132,26 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-async def read(request: Request, service: Service, kind: type[BodyT]) -> BodyT:
-    # Only JSON that says so: a page of another site can make a browser post plain text here, but not JSON.
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise ApiError(415, "Content-Type: must be application/json", param="Content-Type")
-    raw = await read_bytes(request, service.options.max_body_bytes)
-    body, ignored = kind.read(raw) if len(raw) <= SMALL_BODY else await service.encode(lambda: kind.read(raw))
-    if ignored:
-        logger.info("request %s: ignored %s", request.scope["request_id"], ignored)
-    return body
-
-
 def _add_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
+        path = request.url.path
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client has left and reads no answer
         if isinstance(error, HTTPException):
-            problem = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
-            return problem.response(request.url.path)
-        body = BODIES.get(request.url.path)
-        problem = as_api_error(error, body.fields() if body else frozenset())
+            headers = {"Allow": _allowed(app, request)} if error.status_code == 405 else dict(error.headers or {})
+            return ApiError(error.status_code, str(error.detail), headers=headers).response(path)
+        problem = as_api_error(error, BODIES[path].fields() if path in BODIES else frozenset())
         if problem.status == 500 and not isinstance(error, ApiError):
             logger.error("request %s failed", request.scope.get("request_id"), exc_info=error)
-        return problem.response(request.url.path)
-
-    from pydantic import ValidationError
+        return problem.response(path)
 
     kinds = (ApiError, ValidationError, RequestError, EngineDeadError, ClientDisconnect, HTTPException, Exception)
     for kind in kinds:
         app.add_exception_handler(kind, answer)
+
+
+def _allowed(app: FastAPI, request: Request) -> str:
+    """The methods of all routes of this path; the framework's own answer has only those of the first one."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    found = {m for r in routes if r.matches(request.scope)[0] is not Match.NONE for m in r.methods or ()}
+    return ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))  # the Gate turns HEAD into GET

@@ -1,21 +1,22 @@
 """What the Responses API of OpenAI and the Messages API of Anthropic have in common. Both are dialects of a chat.
 
-    chat = as_chat(fields, names)            # their body as a ChatBody; an error has the names of their fields
-    ResponseAnswer(service, ..., chat, ...)  # a BlockAnswer: only the shape of the answer and of its events is theirs
+    chat = body.as_chat(messages, ...)          # a DialectBody as a ChatBody; errors have the names of its fields
+    ResponseAnswer(service, body, chat, ...)    # a BlockAnswer: each dialect has its own shape of answers and events
 
 Their answers are lists of blocks, each a thought, a text or a call of a function. In a stream a block is opened, grows,
-and is closed before the next one is opened. A dialect says what these moments look like. An answer in one go takes the
-same way: its text comes as one delta, and the events are not sent.
+and is closed before the next one is opened. A dialect defines the events of these moments. An answer in one go takes
+the same way: its text comes as one delta, and the events are not sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.engine.inputs import EngineInput
@@ -23,9 +24,10 @@ from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestDelta
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.answers import ChatAnswer, named_event
-from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.body import SentBack
+from nanovllm.server.errors import ApiError, as_api_error, bad_field
 from nanovllm.server.pieces import Choice
-from nanovllm.server.protocol import Body, ChatBody, Sampling
+from nanovllm.server.protocol import ChatBody, Message, Sampling
 from nanovllm.server.service import Service
 from nanovllm.server.tools import new_call
 
@@ -37,26 +39,28 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 # ---- bodies ----------------------------------------------------------------------------------------------------------
 
 
-class Typed(Body):
-    """A part of a body whose type says which fields it needs. Clients send back what they received, so fields that mean
-    nothing here (ids, statuses, citations, hints for a cache) are ignored."""
+class Typed(SentBack):
+    """A part of a body that needs other fields for each type. Clients send back what they received, so fields without a
+    meaning here (ids, statuses, citations, hints for a cache) are ignored."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    PLACE: ClassVar[str]  # the field of the body
     NEEDED: ClassVar[dict[str, tuple[str, ...]]]  # type -> fields
-    PLACE: ClassVar[str]  # in the body
 
     type: str
 
+    def __init_subclass__(cls, place: str, needed: dict[str, tuple[str, ...]]) -> None:
+        super().__init_subclass__()
+        cls.PLACE, cls.NEEDED = place, needed
+
     @model_validator(mode="after")
     def _is_complete(self) -> Typed:
-        fault = None
+        said = f"type {self.type!r:.60}"
         if self.type not in self.NEEDED:
-            fault = f"is not supported, only {', '.join(self.NEEDED)}"
-        elif missing := [name for name in self.NEEDED[self.type] if getattr(self, name) is None]:
-            fault = f"needs {missing[0].rstrip('_')}"
-        if fault is not None:
-            code = "unsupported_content" if self.type not in self.NEEDED else "missing_field"
-            raise ApiError(400, f"{self.PLACE}: type {self.type!r:.60} {fault}", param=self.PLACE, code=code)
+            known = ", ".join(self.NEEDED)
+            raise bad_field(self.PLACE, f"{said} is not supported, only {known}", "unsupported_content")
+        for name in self.NEEDED[self.type]:
+            if getattr(self, name) is None:
+                raise bad_field(self.PLACE, f"{said} needs {name.rstrip('_')}", "missing_field")
         return self
 
 
@@ -67,17 +71,33 @@ def text_parts(content: Content) -> Content:
     return [{"type": "text", "text": part.get("text")} if part.get("type") in TEXT_PARTS else part for part in content]
 
 
-def sampling_fields(body: Sampling) -> dict[str, Any]:
-    """Those that the client gave and that a chat has under the same name."""
-    return {name: getattr(body, name) for name in Sampling.model_fields if name in body.model_fields_set}
+class DialectBody(Sampling):
+    NAMES: ClassVar[dict[str, str]]  # fields of a chat -> fields of this body
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)  # those that hold for this one
+    _places: list[str] = PrivateAttr(default_factory=list)  # where in this body each message of the chat stands
+
+    def as_chat(self, messages: Iterable[tuple[str, Message | dict[str, Any]]], **fields: Any) -> ChatBody:
+        """`messages`: each with its place in this body. The given fields of Sampling are passed on."""
+        placed = list(messages)
+        self._places = [place for place, _ in placed]
+        same = Sampling.model_fields.keys() & self.model_fields_set - {"stream_options"}
+        fields = {**{name: getattr(self, name) for name in same}, **fields}
+        self._names = dict(self.NAMES)
+        if fields.get("response_format") is not None:  # the engine's name of it
+            self._names["structured_outputs"] = self.NAMES["response_format"]
+        with self.own_names():
+            return ChatBody(**fields, messages=[message for _, message in placed])  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def own_names(self) -> Iterator[None]:
+        """Errors of the chat that are raised inside name the fields and places of this body."""
+        try:
+            yield
+        except (ApiError, ValidationError, RequestError) as error:
+            raise as_api_error(error, ChatBody.fields()).renamed(self._names, self._places) from error
 
 
-def as_chat(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
-    try:
-        return ChatBody(**fields)
-    except (ApiError, ValidationError) as error:
-        raise as_api_error(error).renamed(names) from error
-
+DialectT = TypeVar("DialectT", bound=DialectBody)
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
@@ -96,14 +116,12 @@ class Block:
         return "".join(self.parts)
 
 
-class BlockAnswer(ChatAnswer):
+class BlockAnswer(ChatAnswer, Generic[DialectT]):
     done = b""
-    names: dict[str, str]  # fields of a chat -> fields of the dialect
 
-    def __init__(self, service: Service, body: ChatBody, request_id: str) -> None:
-        super().__init__(service, body, request_id)
-        if body.response_format is not None:  # which is what the engine calls structured_outputs
-            self.names = {**self.names, "structured_outputs": self.names["response_format"]}
+    def __init__(self, service: Service, asked: DialectT, chat: ChatBody, request_id: str) -> None:
+        super().__init__(service, chat, request_id)
+        self.asked = asked
         self.blocks: list[Block] = []
         self.counts = self.usage()
         self.reason: str | None = None  # why the answer has ended
@@ -139,10 +157,8 @@ class BlockAnswer(ChatAnswer):
         return inputs, self.params
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with self.asked.own_names():
             await super()._work(scope, receive, send)
-        except (ApiError, RequestError) as error:
-            raise as_api_error(error, ChatBody.fields()).renamed(self.names) from error
 
     def _whole(self, wholes: dict[int, RequestDelta]) -> dict[str, Any]:
         for _ in self._tell(wholes[0]):
@@ -172,7 +188,7 @@ class BlockAnswer(ChatAnswer):
                 yield from self._write("call", piece.arguments)
             if self.reason is not None:
                 self.stop_reason = new.stop_reason
-                if not self.blocks:  # an answer has one, even without a word
+                if not self.blocks:  # an answer without text has one that is empty
                     yield from self._open("text")
                 yield from self.closed(self.blocks[-1])
                 yield from self.ended()

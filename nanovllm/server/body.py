@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from nanovllm.server.errors import ApiError
+from nanovllm.server.errors import bad_field
 
 MAX_NAMED = 32  # ignored fields in a line of the log
 
@@ -38,7 +38,7 @@ class Body(BaseModel):
         data = {name: value for name, value in data.items() if value is not None}
         for name in data.keys() & cls.HARMLESS.keys():
             if not any(_same(data[name], value) for value in cls.HARMLESS[name]):
-                raise ApiError(400, f"{name}: this server does not support it", param=name, code="unsupported_field")
+                raise bad_field(name, "this server does not support it", "unsupported_field")
             del data[name]
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = [name for name in data if name not in known]
@@ -69,7 +69,7 @@ class SentBack(Body):
 
 
 def parse_object(text: str) -> Any:
-    """The value of a JSON text; None if it is none. JSON has no NaN, whatever Python's reader thinks."""
+    """The value of a JSON text; None if it is none. JSON has no NaN, though Python's reader takes it."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)

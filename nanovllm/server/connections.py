@@ -1,4 +1,4 @@
-"""Connections of clients: how many there may be, what they may send before a request is known, how long they may wait.
+"""Connections of clients: how many there may be, how large their headers may be, how long they may be silent.
 
     acceptor = Acceptor(listener, limit, make_connection, server_state.connections)
 
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import re
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import h11
 import uvicorn
+from starlette.types import Message
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.errors import ConfigError
@@ -33,10 +35,10 @@ except ImportError:
     HttpToolsProtocol = None  # type: ignore[assignment,misc]
 
 logger = logging.getLogger("nanovllm")
-MOST_CONNECTIONS = 4096  # unless --max-connections says so: each takes some 20 KB of memory
+MOST_CONNECTIONS = 4096  # without --max-connections: each takes some 20 KB of memory
 SPARE_FILES = 16  # for what is opened while requests run: a trace, files of the page, connections that are refused
-MAX_REFUSING = 8  # connections that are refused politely at the same time
-LINGER_SECONDS = 0.5  # in which a client that is refused may finish sending
+MAX_REFUSING = 8  # connections that get a 503 at the same time; beyond it they may lose it
+LINGER_SECONDS = 0.5  # without a byte of a client that is refused: it has finished sending
 
 HEAD_END = b"\r\n\r\n"
 BEGINNING = re.compile(rb"[!-~]+ [!-~]+ HTTP/1\.[01]\r\n|[!-~][^\n]*\Z")  # of a head: a request line, or a part of one
@@ -90,10 +92,12 @@ class LimitedConnection(asyncio.Protocol):
     _in_head = True  # what comes next is a head, not a body
     _body_left: int | None = 0  # bytes; None: it comes in chunks, and the parser finds its end
     _reads_on = True
+    _lingers = False  # it is closed but for what the client still sends
+    _is_silent = True  # nothing has come for a while
 
     @property
     def _options(self) -> ServerOptions:
-        return self.config.nanovllm_options  # type: ignore[attr-defined,no-any-return]
+        return self.config.nanovllm_options  # type: ignore[attr-defined]
 
     @property
     def _max_head(self) -> int:
@@ -108,15 +112,18 @@ class LimitedConnection(asyncio.Protocol):
         raise NotImplementedError
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(cast(Any, OwnClose(self._transport, self._close)))
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self.transport.close = self._transport.close  # type: ignore[method-assign]  # breaks a cycle of references
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._is_silent = False
         if self._reads_on:
             self._unread += data
             self._read()
@@ -209,27 +216,50 @@ class LimitedConnection(asyncio.Protocol):
         elif self._in_head and self._unread:
             self._refuse(timed_out("sending the headers", self._options.idle_timeout))
         else:
-            self.transport.close()
+            self._transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self._reads_on:
             self._refuse(ApiError(400, "what was sent cannot be read as a request", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """What the client still sends is thrown away for a moment: closing at once would reset the connection, and the
-        client could lose the answer."""
         self._reads_on, self._unread = False, b""
         if self._in_head or not self.cycle.response_started:
             self.transport.write(whole_answer(error))
         if self._works:
             self.cycle.disconnected = True  # the application is at work and must not answer as well
             self.cycle.message_event.set()
-        if self._works or not self._in_head:
-            self.transport.close()
-            return
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._close()
+
+    def _close(self) -> None:
+        """Closing a socket with unread data resets the connection, and the client could lose the answer. So what the
+        client still sends after an early answer is thrown away: until it stops, at most for idle_timeout."""
+        if self._in_head and self._reads_on:
+            self._transport.close()
+        elif not self._lingers:
+            self._reads_on, self._unread, self._lingers, self._is_silent = False, b"", True, False
+            if self._transport.can_write_eof() and not self._transport.is_closing():
+                self._transport.write_eof()
+            self._linger(self.loop.time() + self._options.idle_timeout)
+
+    def _linger(self, end: float) -> None:
+        if self._is_silent or self.loop.time() > end:
+            self._transport.close()
+        else:
+            self._is_silent = True
+            self.loop.call_later(LINGER_SECONDS, self._linger, end)
+
+
+class OwnClose:
+    """A transport with another close()."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+        self.write = transport.write  # called for each event of a stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class H11Connection(LimitedConnection, H11Protocol):
@@ -247,7 +277,7 @@ Connection: type[LimitedConnection] = H11Connection
 
 if HttpToolsProtocol is not None:
 
-    class HttpToolsConnection(LimitedConnection, HttpToolsProtocol):  # type: ignore[misc,valid-type]
+    class HttpToolsConnection(LimitedConnection, HttpToolsProtocol):
         """12 us less for each event of a stream than h11. Its parser, llhttp, is as strict as h11 with the lengths of
         bodies; what it lets through is checked here."""
 
@@ -275,11 +305,14 @@ if HttpToolsProtocol is not None:
         def on_headers_complete(self) -> None:
             codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
             num_hosts = sum(name == b"host" for name, _ in self.headers)
-            fewest = 0 if self.parser.get_http_version() == "1.0" else 1
-            if codings not in ([], [b"chunked"]) or not fewest <= num_hosts <= 1 or self.parser.should_upgrade():
+            is_old = self.parser.get_http_version() == "1.0"
+            if codings not in ([], [b"chunked"]) or not 1 - is_old <= num_hosts <= 1 or self.parser.should_upgrade():
                 raise ValueError("uvicorn answers 400")
             super().on_headers_complete()
             self._has_ended = False
+            if is_old:
+                self.cycle.chunked_encoding = False
+                self.cycle.send = functools.partial(send_unchunked, self.cycle)
 
         def on_body(self, body: bytes) -> None:
             self._without_body = 0
@@ -292,6 +325,13 @@ if HttpToolsProtocol is not None:
     Connection = HttpToolsConnection
 
 
+async def send_unchunked(cycle: Any, message: Message) -> None:
+    """HTTP/1.0 has no chunks: a body without Content-Length ends with the connection. uvicorn's protocol for httptools
+    sends chunks nevertheless, unless it expects exactly the bytes that come."""
+    cycle.expected_content_length = len(message.get("body", b""))
+    await type(cycle).send(cycle, message)
+
+
 def whole_answer(error: ApiError) -> bytes:
     response = error.response()
     response.headers["connection"] = "close"
@@ -302,7 +342,7 @@ def whole_answer(error: ApiError) -> bytes:
 
 class Acceptor:
     """Accepts connections one by one, so that there are never more than `limit`. asyncio's own server accepts all that
-    wait before the first of them is counted. Who comes beyond the limit gets 503."""
+    wait before the first of them is counted. A connection beyond the limit gets 503."""
 
     def __init__(
         self, listener: socket.socket, limit: int, make: Callable[[], asyncio.Protocol], connections: set[Any]
@@ -331,7 +371,7 @@ class Acceptor:
                 connection, _ = await loop.sock_accept(self._listener)
             except ConnectionError:  # it left before it was accepted
                 continue
-            except OSError as error:  # no file is left: others of this process took them
+            except OSError as error:  # no file is left: other parts of this process took them
                 logger.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(1)
                 continue

@@ -8,13 +8,12 @@
     POST /reset_prefix_cache   forget all cached prefixes; as in vLLM
 
 Without --events only the first two answer, and the last one if there is a key. A reader that is slow loses events and
-gets a snapshot; one that leaves is forgotten at once; the engine waits for none of them.
+gets a snapshot instead; the engine waits for no reader.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -22,12 +21,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.engine.info import engine_info
-from nanovllm.errors import EngineDeadError
 from nanovllm.server.answers import EVENT_HEADERS
-from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.body import Body
+from nanovllm.server.errors import ApiError, bad_field
 from nanovllm.server.files import add_page
 from nanovllm.server.guard import ClientGone, Guard
-from nanovllm.server.protocol import Body
 from nanovllm.server.service import Service
 from nanovllm.telemetry.readers import Event, EventQueue, TraceFile
 
@@ -43,11 +41,8 @@ class PolicyBody(Body):
     policy: Literal["fcfs", "sjf"]
 
 
-ReadBody = Callable[[Request, Service, type[Any]], Awaitable[Any]]
-
-
-def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
-    """Not in the OpenAPI document: they are between this server and its page."""
+def add_engine_routes(app: FastAPI, service: Service) -> None:
+    """Not in the OpenAPI document: they are for the page of this server."""
     add_page(app)
     engine, options = service.engine, service.options
     if options.trace is not None:
@@ -57,8 +52,7 @@ def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
 
     def check_events() -> None:
         if not options.events:
-            message = "this server may not be watched: start it with --events"
-            raise ApiError(404, message, code="events_off")
+            raise ApiError(404, "this server may not be watched: start it with --events", code="events_off")
 
     @app.get("/engine/info", include_in_schema=False)
     async def info() -> dict[str, Any]:
@@ -75,24 +69,24 @@ def add_engine_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
     @app.post("/engine/control", include_in_schema=False)
     async def control(request: Request) -> Response:
         check_events()
-        body = await read(request, service, ControlBody)
+        body = await service.read(request, ControlBody)
         if body.action == "step" and not engine.paused:
-            raise ApiError(400, "action: step needs a paused engine; pause it first", param="action")
+            raise bad_field("action", "step needs a paused engine; pause it first")
         await {"pause": engine.pause, "resume": engine.resume, "step": engine.step_once}[body.action]()
         return JSONResponse({"paused": engine.paused})
 
     @app.post("/engine/policy", include_in_schema=False)
     async def policy(request: Request) -> Response:
         check_events()
-        body = await read(request, service, PolicyBody)
+        body = await service.read(request, PolicyBody)
         await engine.set_policy(body.policy)
         return JSONResponse({"policy": engine.engine.scheduler.policy.name})
 
     @app.post("/reset_prefix_cache", include_in_schema=False)
     async def reset_prefix_cache() -> Response:
         if not options.events and options.api_key is None:
-            message = "only where not everybody may call it: start the server with --api-key or --events"
-            raise ApiError(404, f"reset_prefix_cache: {message}", code="events_off")
+            message = "reset_prefix_cache: off without a key: start the server with --api-key or --events"
+            raise ApiError(404, message, code="events_off")
         if not await engine.reset_prefix_cache():
             message = "reset_prefix_cache: requests run or wait, and their prefixes are in use: try again when none do"
             raise ApiError(409, message, code="requests_running")
@@ -111,33 +105,27 @@ class EventStream(Response):
         limit = self._service.options.max_watchers
         if len(self._watchers) >= limit:
             message = f"{limit} watch already (--max-watchers): close another page"
-            error = ApiError(429, message, code="too_many_watchers", headers={"Retry-After": "10"})
-            await error.response()(scope, receive, send)
-            return
+            raise ApiError(429, message, code="too_many_watchers", headers={"Retry-After": "10"})
         box = EventQueue()
         self._watchers.add(box)
         try:
             async with Guard(receive, float("inf")):
-                await self._stream(box, scope, receive, send)
+                await self._stream(box, send)
         except ClientGone:
             pass
         finally:
             self._watchers.discard(box)
             self._service.engine.detach(box)
 
-    async def _stream(self, box: EventQueue, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, box: EventQueue, send: Send) -> None:
         engine = self._service.engine
-        try:
-            await asyncio.wrap_future(engine.attach(box))
-        except EngineDeadError as error:
-            await as_api_error(error).response()(scope, receive, send)
-            return
+        await asyncio.wrap_future(engine.attach(box))  # an engine that has failed: 503
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         while (events := await box.take(KEEP_ALIVE_SECONDS)) is not None:
             body = b"".join(map(as_sse, events)) or b": keep-alive\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
             await asyncio.sleep(PACE_SECONDS)
-            if box.lost:  # asked for only now that this reader has taken what it was sent
+            if box.lost:  # only now that this reader has taken what was sent
                 await asyncio.wrap_future(engine.refresh(box))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,22 +17,23 @@ from starlette.responses import JSONResponse, Response
 from nanovllm.errors import ContextLengthError, EngineDeadError, RequestError
 
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    421: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
-}
+}  # every other status: invalid_request_error
 ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}  # where they differ
-MAX_MESSAGE = 500  # characters: a client that sends a megabyte of nonsense is not sent it back
+CODES = {
+    "extra_forbidden": "unknown_field",
+    "missing": "missing_field",
+    "unsupported": "unsupported_field",
+    "json_invalid": "invalid_json",
+}  # by the type of a pydantic fault
+MAX_MESSAGE = 500  # characters: a client that sends a megabyte of nonsense does not get it back
 ENGINE_FAILED = "the engine has failed and cannot serve requests until it is started anew; /health says more"
 ENGINE_STUCK = "the engine has not finished its step for too long and takes no requests until it has; /health says more"
 INTERNAL = "the server failed to answer this request; its log says why, under the request id"
@@ -63,13 +64,22 @@ class ApiError(Exception):
             return {"type": "error", "error": {**error, "type": ANTHROPIC_TYPES.get(self.status, kind)}}
         return {"error": error}
 
-    def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """With the names that the client knows: {ours: theirs}. Names that are words too are so only at the start."""
-        sure = "|".join(name for name in names if "_" in name)
-        pattern = rf"^({'|'.join(names)})(?!\w)|(?<![\w-])({sure})(?!\w)"
-        said = re.sub(pattern, lambda found: names[found[0]], self.message)
-        param = names.get(self.param or "", self.param)
-        return ApiError(self.status, said, param=param, code=self.code, headers=self.headers)
+    def renamed(self, names: Mapping[str, str], places: Sequence[str]) -> ApiError:
+        """In the client's words. `names`: {our field: the client's field}; one that is also an English word is replaced
+        only at the start of the message. `places`: the client's name of each chat message."""
+        found = re.match(r"messages[.\[](\d+)\]?", self.message)
+        if found is not None and int(found[1]) < len(places):
+            place = places[int(found[1])]
+            param: str | None = place.partition("[")[0]
+            if "." in found[0]:  # of a validation: messages.3.role
+                place = place.replace("[", ".").rstrip("]")
+            text = place + self.message[found.end() :]
+        else:
+            sure = "|".join(name for name in names if "_" in name)
+            pattern = rf"^({'|'.join(names)})(?!\w)|(?<![\w-])({sure})(?!\w)"
+            text = re.sub(pattern, lambda found: names[found[0]], self.message)
+            param = names.get(self.param or "") or self.param
+        return ApiError(self.status, text, param=param, code=self.code, headers=self.headers)
 
     def response(self, path: str = "") -> Response:
         # ASCII: a message may quote half a surrogate pair, which has no UTF-8
@@ -77,8 +87,12 @@ class ApiError(Exception):
         return Response(body, self.status, self.headers, media_type=JSONResponse.media_type)
 
 
+def bad_field(name: str, message: str, code: str | None = None) -> ApiError:
+    return ApiError(400, f"{name}: {message}", param=name, code=code)
+
+
 def timed_out(what: str, seconds: float) -> ApiError:
-    # The openai client repeats a 408 twice unless told not to, which would treble the load that caused it.
+    # The openai client repeats a 408 twice without this header, which would treble the load that caused it.
     return ApiError(408, f"{what} took longer than {seconds:g} s", code="timeout", headers={"x-should-retry": "false"})
 
 
@@ -88,7 +102,7 @@ def headers_too_large(limit_kb: int) -> ApiError:
 
 
 def as_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> ApiError:
-    """What the client may know of an exception. `fields`: names that may be the `param`."""
+    """What the client may learn of an exception. `fields`: names that may be the `param`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -99,7 +113,7 @@ def as_api_error(error: BaseException, fields: frozenset[str] = frozenset()) -> 
         name = found[1] if found else ""
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
         if name == "prompt" and "messages" in fields and "prompt" not in fields:
-            return ApiError(400, f"messages: {error}", param="messages", code=code)
+            return bad_field("messages", str(error), code)
         return ApiError(400, str(error), param=name if name in fields else None, code=code)
     if isinstance(error, EngineDeadError):
         return ApiError(503, ENGINE_FAILED, code="engine_failed")
@@ -111,25 +125,12 @@ def from_validation(error: ValidationError) -> ApiError:
     # Without the input and the context: a body of megabytes is not repeated in a message.
     faults = error.errors(include_url=False, include_context=False, include_input=False)
     # In a union, the branch that got furthest is the one meant, or the one that only finds too much or too little.
-    fault = max(faults, key=lambda f: (_depth(f["loc"]), not f["type"].endswith("_type")))
+    fault = max(faults, key=lambda f: (sum(type(part) is int for part in f["loc"]), not f["type"].endswith("_type")))
     place = [str(part) for part in fault["loc"] if isinstance(part, int) or re.fullmatch(r"[\w.-]{1,64}", str(part))]
     place = [part for part in place if not part.startswith(("list[", "function-", "constrained-"))]
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         message = "unknown field: this server neither honours nor ignores it; leave it out"
-    param = place[0] if place else None
     where = ".".join(place)
-    return ApiError(400, f"{where}: {message}" if where else message, param=param, code=_code(fault["type"]))
-
-
-def _depth(place: tuple[int | str, ...]) -> int:
-    return sum(isinstance(part, int) for part in place)
-
-
-def _code(kind: str) -> str | None:
-    return {
-        "extra_forbidden": "unknown_field",
-        "missing": "missing_field",
-        "unsupported": "unsupported_field",
-        "json_invalid": "invalid_json",
-    }.get(kind)
+    param = place[0] if place else None
+    return ApiError(400, f"{where}: {message}" if where else message, param=param, code=CODES.get(fault["type"]))

@@ -32,7 +32,7 @@ PAGE_HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """The files are listed once: what a request names is looked up, never opened."""
+    """The files are listed once: the name in a request is looked up in the list, never opened as a path."""
     files = {path.relative_to(PAGE).as_posix(): path for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES}
 
     def file(name: str) -> Response:

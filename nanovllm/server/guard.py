@@ -1,4 +1,4 @@
-"""What surrounds a request: whose it is (Gate), how much it may send (read_bytes), when its work ends early (Guard).
+"""What surrounds a request: who may send it (Gate), how large it may be (read_bytes), when its work ends early (Guard).
 
 Time limits are cancel scopes of anyio, here and in service.py. asyncio.wait_for loses a cancellation that comes in the
 same iteration of the event loop as the result (before Python 3.12), and the request of a client that left would run on;
@@ -20,17 +20,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.errors import ApiError, headers_too_large, timed_out
+from nanovllm.server.errors import ApiError, bad_field, headers_too_large, timed_out
 from nanovllm.server.hosts import PORTS, is_address, split_host, split_origin
 from nanovllm.server.options import ServerOptions
 
-BODY_SECONDS = 30.0  # to send a body: who sends a byte a minute would hold a connection for ever
+BODY_SECONDS = 30.0  # to send a body: a client that sends a byte a minute would hold a connection for ever
 SMALL_BODY = 2**16  # bytes parsed at once, in about a millisecond; larger ones in a thread
-NEEDS_NO_KEY = re.compile(r"/health|/ping|/|/static/(vendor/)?[^/]*|/source/.*")  # the page asks for the key itself
+NEEDS_NO_KEY = re.compile(r"/health|/ping|/|/static/(vendor/)?[^/]*|/source/.*")  # the page has a field for the key
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has closed its connection."""
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
@@ -42,22 +42,21 @@ async def read_bytes(request: Request, limit: int) -> bytes:
 
 async def _collect(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "")
-    parts: list[bytes] = []
-    size = int(announced) if announced.isdecimal() else 0
-    if size <= limit:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                break
-            parts.append(part)
-    if size > limit:
-        raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-    return b"".join(parts)
+    message, close = f"the body is larger than {limit} bytes", {"Connection": "close"}
+    too_large = ApiError(413, message, code="body_too_large", headers=close)
+    if announced.isdecimal() and int(announced) > limit:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
 
 
 class Gate:
-    """ASGI: lets in who may use this server, and gives the request an id (the client's X-Request-Id, if it sent one).
+    """ASGI: refuses clients that may not use this server, and gives the request an id (the client's X-Request-Id, if it
+    sent one).
 
     A browser sends requests to this server for any web page that it shows. Two checks keep such pages out:
     - Host. A page can have the name of its own site resolve to this machine once it is loaded (DNS rebinding), and the
@@ -110,20 +109,17 @@ class Gate:
             if "Access-Control-Allow-Origin" in added and scope["method"] == "OPTIONS":
                 app = preflight(headers)  # browsers send no key with it
             elif asked and not sound:
-                raise ApiError(400, "X-Request-Id: 1 to 128 visible ASCII characters", param="X-Request-Id")
+                raise bad_field("X-Request-Id", "1 to 128 visible ASCII characters")
             elif not self._has_key(scope["path"], headers):
-                raise ApiError(
-                    401,
-                    "a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+                message = "a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         except ApiError as error:
             app = error.response(scope["path"])
         await app(scope, receive, named_send)
 
     def _check_framing(self, scope: Scope, headers: Headers) -> None:
-        """The connection ends with these: what follows on it may be a body or another request, by who reads it."""
+        """The connection ends with these errors: a proxy may take what follows for a body, and this server for another
+        request."""
         close = {"Connection": "close"}
         if len(headers) > self._max_headers:
             message = f"{len(headers)} headers: at most {self._max_headers} are read (--max-headers)"
@@ -142,13 +138,8 @@ class Gate:
             return
         found = split_host(given[0]) if len(given) == 1 else None
         if found is None or not (found[0] in self._hosts or is_address(found[0])):
-            raise ApiError(
-                421,
-                f"Host {', '.join(given)!r:.200}: this server answers to IP addresses, localhost and the names "
-                f"that `nanovllm serve` was given by --allowed-hosts",
-                param="Host",
-                code="host_not_allowed",
-            )
+            message = "this server answers to IP addresses, localhost and the names given by --allowed-hosts"
+            raise ApiError(421, f"Host {', '.join(given)!r:.200}: {message}", param="Host", code="host_not_allowed")
 
     def _check_origin(self, path: str, headers: Headers) -> dict[str, str]:
         """Headers for the answer."""
@@ -161,29 +152,19 @@ class Gate:
         if origin and origin[0] in PORTS and origin == split_origin(f"{origin[0]}://{headers.get('host', '')}"):
             return vary
         if not self._any_origin and (origin is None or origin not in self._origins):
-            raise ApiError(
-                403,
-                f"Origin {', '.join(given)!r:.200}: web pages from there may not use this server, only those that "
-                f"`nanovllm serve` was given by --allowed-origins",
-                param="Origin",
-                code="origin_not_allowed",
-            )
+            message = "web pages from there may not use this server, only those given by --allowed-origins"
+            raise _other_site("Origin", ", ".join(given), message)
         exposed = {"Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
         return {**vary, **exposed, "Access-Control-Allow-Origin": given[0]}
 
     def _check_site(self, path: str, headers: Headers) -> None:
-        """A person may follow a link from another site to this one, but no page may show or load parts of it."""
+        """A user may follow a link from another site to this one, but no page may show or load parts of it."""
         site = headers.get("sec-fetch-site", "none")
         is_link = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
         if self._any_origin or site in ("none", "same-origin") or (is_link and not path.startswith("/engine/")):
             return
-        raise ApiError(
-            403,
-            f"Sec-Fetch-Site {site!r:.40}: a web page of another site may not load this; one that `nanovllm "
-            f"serve` was given by --allowed-origins may fetch it",
-            param="Sec-Fetch-Site",
-            code="origin_not_allowed",
-        )
+        message = "a web page of another site may not load this; one given by --allowed-origins may fetch it"
+        raise _other_site("Sec-Fetch-Site", site, message)
 
     def _has_key(self, path: str, headers: Headers) -> bool:
         if self._key is None or NEEDS_NO_KEY.fullmatch(path):
@@ -194,8 +175,12 @@ class Gate:
         return any(hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key) for key in keys)
 
 
+def _other_site(header: str, value: str, message: str) -> ApiError:
+    return ApiError(403, f"{header} {value!r:.200}: {message}", param=header, code="origin_not_allowed")
+
+
 def preflight(headers: Headers) -> Response:
-    """A browser asks first whether a page may send what it wants to send."""
+    """The answer to a browser's question whether a page may send what it wants to send."""
     wanted = headers.get("access-control-request-headers", "Authorization, Content-Type")
     granted = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Allow-Headers": wanted}
     return Response(status_code=204, headers={**granted, "Access-Control-Max-Age": "600"})

@@ -7,28 +7,15 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from nanovllm.server.answers import failure
-from nanovllm.server.blocks import Block, BlockAnswer, Content, Event, Typed, as_chat, sampling_fields, text_parts
-from nanovllm.server.engine_api import ReadBody
-from nanovllm.server.errors import ApiError
+from nanovllm.server.blocks import Block, BlockAnswer, Content, DialectBody, Event, Typed, text_parts
+from nanovllm.server.body import FEW, Body, SentBack, ShortText, parse_object
 from nanovllm.server.prompts import tokenize
-from nanovllm.server.protocol import (
-    FEW,
-    MAX_STOPS,
-    MAX_TOOLS,
-    Body,
-    ChatBody,
-    Sampling,
-    ShortText,
-    TokenizeBody,
-    parse_object,
-)
+from nanovllm.server.protocol import MAX_STOPS, MAX_TOOLS, ChatBody, TokenizeBody
 from nanovllm.server.service import Service
 
-NAMES = {"stop": "stop_sequences", "response_format": "output_config", "max_completion_tokens": "max_tokens"}
 DELTAS = {
     "thought": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -39,16 +26,16 @@ STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_
 # ---- bodies ----------------------------------------------------------------------------------------------------------
 
 
-class InputBlock(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "text": ("text",),
-        "tool_use": ("id", "name", "input"),
-        "tool_result": ("tool_use_id",),
-        "thinking": (),
-        "redacted_thinking": (),
-    }
-    PLACE: ClassVar[str] = "messages"
+BLOCKS = {
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+    "thinking": (),
+    "redacted_thinking": (),
+}
 
+
+class InputBlock(Typed, place="messages", needed=BLOCKS):
     text: str | None = None
     id: ShortText | None = None
     name: ShortText | None = None
@@ -58,16 +45,11 @@ class InputBlock(Typed):
     is_error: bool = False
 
 
-class SystemBlock(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"text": ("text",)}
-    PLACE: ClassVar[str] = "system"
-
+class SystemBlock(Typed, place="system", needed={"text": ("text",)}):
     text: str | None = None
 
 
-class InputMessage(Body):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class InputMessage(SentBack):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[InputBlock], FEW]
 
@@ -99,10 +81,7 @@ class InputMessage(Body):
             yield {"role": self.role, "content": texts}
 
 
-class InputTool(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"custom": ("name", "input_schema")}
-    PLACE: ClassVar[str] = "tools"
-
+class InputTool(Typed, place="tools", needed={"custom": ("name", "input_schema")}):
     type: str = "custom"
     name: ShortText | None = None
     description: str | None = None
@@ -110,19 +89,11 @@ class InputTool(Typed):
     strict: bool = False
 
     def for_chat(self) -> dict[str, Any]:
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-            "strict": self.strict,
-        }
-        return {"type": "function", "function": function}
+        function = self.model_dump(include={"name", "description", "strict"})
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
 
-class InputChoice(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"auto": (), "any": (), "none": (), "tool": ("name",)}
-    PLACE: ClassVar[str] = "tool_choice"
-
+class InputChoice(Typed, place="tool_choice", needed={"auto": (), "any": (), "none": (), "tool": ("name",)}):
     name: ShortText | None = None
     disable_parallel_tool_use: bool = False
 
@@ -132,16 +103,11 @@ class InputChoice(Typed):
         return "required" if self.type == "any" else self.type
 
 
-class OutputFormat(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"json_schema": ("schema_",)}
-    PLACE: ClassVar[str] = "output_config"
-
+class OutputFormat(Typed, place="output_config", needed={"json_schema": ("schema_",)}):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class OutputConfig(Body):
-    model_config = ConfigDict(extra="ignore", strict=True)  # beside the format there are only hints
-
+class OutputConfig(SentBack):  # beside the format there are only hints
     format: OutputFormat | None = None
 
 
@@ -149,9 +115,14 @@ class MessagesMetadata(Body):
     user_id: ShortText | None = None
 
 
-class CountBody(Sampling):
-    """What says how long the prompt is; /v1/messages needs max_tokens too."""
+class CountBody(DialectBody):
+    """What decides how long the prompt is; /v1/messages needs max_tokens too."""
 
+    NAMES: ClassVar[dict[str, str]] = {
+        "stop": "stop_sequences",
+        "response_format": "output_config",
+        "max_completion_tokens": "max_tokens",
+    }
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
         "n": (1,),
         "container": (),
@@ -178,7 +149,7 @@ class CountBody(Sampling):
     workspace_id: Any = None
 
     def chat(self) -> ChatBody:
-        fields = sampling_fields(self)
+        fields: dict[str, Any] = {"tools": [tool.for_chat() for tool in self.tools or ()]}
         if self.metadata is not None and self.metadata.user_id is not None:
             fields["user"] = self.metadata.user_id
         if self.stop_sequences is not None:
@@ -190,16 +161,17 @@ class CountBody(Sampling):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         if isinstance(self, MessagesBody):
             fields["max_tokens"] = self.max_tokens
-        if self.messages[-1].role == "assistant":  # its words are the beginning of the answer
+        if self.messages[-1].role == "assistant":  # the answer begins with the text of this message
             fields.update(continue_final_message=True, add_generation_prompt=False)
-        messages: list[dict[str, Any]] = []
+        return self.as_chat(self._messages(), **fields)
+
+    def _messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if system := self.system:
             text = system if isinstance(system, str) else "\n".join(block.text or "" for block in system)
-            messages.append({"role": "system", "content": text})
-        for message in self.messages:
-            messages += message.for_chat()
-        tools = [tool.for_chat() for tool in self.tools or ()]
-        return as_chat({**fields, "messages": messages, "tools": tools}, NAMES)
+            yield "system", {"role": "system", "content": text}
+        for number, message in enumerate(self.messages):
+            for row in message.for_chat():
+                yield f"messages[{number}]", row
 
 
 class MessagesBody(CountBody):
@@ -209,9 +181,7 @@ class MessagesBody(CountBody):
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-class MessagesAnswer(BlockAnswer):
-    names = NAMES
-
+class MessagesAnswer(BlockAnswer[CountBody]):
     def started(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": {**self._message([]), "stop_reason": None}}
 
@@ -232,9 +202,6 @@ class MessagesAnswer(BlockAnswer):
     def whole(self) -> dict[str, Any]:
         return self._message([_block(block, parse_object(block.text)) for block in self.blocks])
 
-    def failure(self, problem: ApiError) -> bytes:
-        return failure(problem, "/v1/messages")
-
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": f"msg_{self.request_id}",
@@ -252,7 +219,7 @@ class MessagesAnswer(BlockAnswer):
         return {"stop_reason": STOP_REASONS.get(self.reason or "", reason), "stop_sequence": stop}
 
     def _usage(self) -> dict[str, Any]:
-        """Anthropic counts cached tokens of the prompt beside the others, not among them."""
+        """In Anthropic's API input_tokens leaves the cached tokens of the prompt out."""
         counts = self.counts.record()
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -272,20 +239,22 @@ def _block(block: Block, value: Any = None) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": value if isinstance(value, dict) else {}}
 
 
-def add_message_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
+def add_message_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", response_class=Response)
     async def messages(request: Request) -> Response:
-        body = await read(request, service, MessagesBody)
-        return MessagesAnswer(service, await service.encode(body.chat), request.scope["request_id"])
+        body = await service.read(request, MessagesBody)
+        return MessagesAnswer(service, body, await service.encode(body.chat), request.scope["request_id"])
 
     @app.post("/v1/messages/count_tokens", response_class=Response)
     async def count_tokens(request: Request) -> Response:
-        body = await read(request, service, CountBody)
+        body = await service.read(request, CountBody)
         service.check_model(body.model)
 
         def count() -> Response:
             chat = body.chat()
             wanted = TokenizeBody.model_construct(messages=chat.messages, tools=chat.offered)
-            return JSONResponse({"input_tokens": tokenize(service.engine.engine, wanted, service.tool_form)["count"]})
+            with body.own_names():
+                found = tokenize(service.engine.engine, wanted, service.tool_form)
+            return JSONResponse({"input_tokens": found["count"]})
 
         return await service.encode(count)

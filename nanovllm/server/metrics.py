@@ -2,7 +2,7 @@
 called nanovllm:...
 
 Each server has a registry of its own: two in one process do not count each other's requests. What the engine counts
-anyway is read when somebody asks; only times and lengths of requests are recorded as they come.
+anyway is read when /metrics is; only times and lengths of requests are recorded as they come.
 """
 
 from __future__ import annotations
@@ -26,49 +26,48 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 LABELS = ("model_name", "engine")
 
 
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Arrival to the first token", FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Between two tokens of a sequence", BETWEEN),
+    "request_time_per_output_token_seconds": ("Mean time per token after the first", BETWEEN),
+    "e2e_request_latency_seconds": ("From arrival to the last token", LATENCY),
+    "request_queue_time_seconds": ("Waiting to be scheduled", LATENCY),
+    "request_inference_time_seconds": ("Scheduled to the last token", LATENCY),
+    "request_prefill_time_seconds": ("Scheduled to the first token", LATENCY),
+    "request_decode_time_seconds": ("First to last token", LATENCY),
+    "request_prompt_tokens": ("Tokens of a prompt", TOKENS),
+    "request_generation_tokens": ("Tokens of an answer", TOKENS),
+}
+
+
 class Metrics:
     def __init__(self, engine: AsyncLLMEngine, model: str) -> None:
         self.registry = CollectorRegistry()
-        self._labels = (model, "0")
-        self._by_reason: dict[str, Any] = {}
-        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to the first token", FIRST_TOKEN)
-        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of a sequence", BETWEEN)
-        self.per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first", BETWEEN
-        )
-        self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", LATENCY)
-        self.queue = self._histogram("request_queue_time_seconds", "Waiting to be scheduled", LATENCY)
-        self.inference = self._histogram("request_inference_time_seconds", "Scheduled to the last token", LATENCY)
-        self.prefill = self._histogram("request_prefill_time_seconds", "Scheduled to the first token", LATENCY)
-        self.decode = self._histogram("request_decode_time_seconds", "First to last token", LATENCY)
-        self.prompt_lens = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
-        self.output_lens = self._histogram("request_generation_tokens", "Tokens of an answer", TOKENS)
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed or taken from the cache")
-        self._success = Counter(
-            "vllm:request_success",
-            "Requests that ended, by reason",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        for reason in ("stop", "length", "abort", "error"):  # all are there from the start: a rate needs a zero
-            self._by_reason[reason] = self._success.labels(*self._labels, reason)
-        self.registry.register(EngineCollector(engine, self._labels))
+        labels = (model, "0")
+        more: dict[str, Any] = {"registry": self.registry}
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, **more).labels(*labels)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        text = "Prompt tokens computed or taken from the cache"
+        self.prompt_tokens = Counter("vllm:prompt_tokens", text, LABELS, **more).labels(*labels)
+        ended = Counter("vllm:request_success", "Requests that ended, by reason", (*LABELS, "finished_reason"), **more)
+        # All are there from the start: a rate needs a zero
+        self._ended = {reason: ended.labels(*labels, reason) for reason in ("stop", "length", "abort", "error")}
+        self.registry.register(EngineCollector(engine, labels))
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
-        return Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets).labels(*self._labels)
-
-    def _counter(self, name: str, text: str) -> Any:
-        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(*self._labels)
+    def observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def count_end(self, reason: str) -> None:
-        self._by_reason.get(reason, self._by_reason["error"]).inc()
+        self._ended.get(reason, self._ended["error"]).inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class EngineCollector:
-    """What the engine counts, read at the moment of the question."""
+    """What the engine counts, read whenever /metrics is."""
 
     def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, str]) -> None:
         self._engine = engine
@@ -100,15 +99,11 @@ class EngineCollector:
     def _experts(self, stats: ExpertStats) -> Iterator[Any]:
         """An expert that is not on the device is looked for in host memory, then on disk. vLLM does not count that."""
         host_misses, host_bytes = stats.disk_misses, stats.bytes_copied - stats.bytes_from_disk
+        tiers = {"device": stats.hits, "host": stats.misses - host_misses, "disk": host_misses}
+        missed = {"device": stats.misses, "host": host_misses, "disk": 0}
         counters = {
-            "expert_hits": (
-                "Experts that a layer chose, by the tier where they were found",
-                {"device": stats.hits, "host": stats.misses - host_misses, "disk": host_misses},
-            ),
-            "expert_misses": (
-                "Experts that were looked for in a tier and not there",
-                {"device": stats.misses, "host": host_misses, "disk": 0},
-            ),
+            "expert_hits": ("Experts that a layer chose, by the tier where they were found", tiers),
+            "expert_misses": ("Experts that were looked for in a tier and not there", missed),
             "expert_loaded_bytes": (
                 "Bytes of experts copied to the device, by the tier they came from",
                 {"host": host_bytes, "disk": stats.bytes_from_disk},
@@ -137,12 +132,12 @@ class RequestClock:
         if is_first:
             self._counts = [0] * len(delta.outputs)
             self._first = self._last = delta.metrics.first_token_time or now
-            metrics.first_token.observe(self._first - self._arrival)
+            metrics.observe("time_to_first_token_seconds", self._first - self._arrival)
             metrics.prompt_tokens.inc(len(delta.prompt_token_ids))
         for new in delta.outputs:
             count = len(new.token_ids)
             if count > is_first:  # the first token of all ends no gap
-                metrics.between.observe((now - self._last) / (count - is_first))
+                metrics.observe("inter_token_latency_seconds", (now - self._last) / (count - is_first))
             self._counts[new.index] += count
             self._reason = new.finish_reason if new.index == 0 else self._reason
         self._last = now
@@ -154,17 +149,17 @@ class RequestClock:
 
     def _finish(self, delta: RequestDelta, now: float) -> None:
         metrics, times = self._metrics, delta.metrics
-        metrics.latency.observe(now - self._arrival)
-        metrics.prompt_lens.observe(len(delta.prompt_token_ids))
+        metrics.observe("e2e_request_latency_seconds", now - self._arrival)
+        metrics.observe("request_prompt_tokens", len(delta.prompt_token_ids))
         for count in self._counts:
-            metrics.output_lens.observe(count)
+            metrics.observe("request_generation_tokens", count)
         metrics.count_end(self._reason or "error")
         longest = max(self._counts)
         if longest > 1:
-            metrics.per_token.observe((now - self._first) / (longest - 1))
+            metrics.observe("request_time_per_output_token_seconds", (now - self._first) / (longest - 1))
         if times.first_scheduled_time is None or times.first_token_time is None or times.finished_time is None:
             return
-        metrics.queue.observe(times.first_scheduled_time - times.arrival_time)
-        metrics.prefill.observe(times.first_token_time - times.first_scheduled_time)
-        metrics.decode.observe(times.finished_time - times.first_token_time)
-        metrics.inference.observe(times.finished_time - times.first_scheduled_time)
+        metrics.observe("request_queue_time_seconds", times.first_scheduled_time - times.arrival_time)
+        metrics.observe("request_prefill_time_seconds", times.first_token_time - times.first_scheduled_time)
+        metrics.observe("request_decode_time_seconds", times.finished_time - times.first_token_time)
+        metrics.observe("request_inference_time_seconds", times.finished_time - times.first_scheduled_time)

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from nanovllm.server.protocol import Body
+from nanovllm.server.body import Body
 
 ERROR = {
     "type": "object",

@@ -1,13 +1,13 @@
 """ServerOptions: where the server listens and what it refuses. No web framework here: the command line reads this.
 
-Every limit exists because without it one request could take the server from the others: a body that is never ended, a
-list of a million prompts, a client that waits for ever.
+Without these limits one request could block all others: a body that never ends, a list of a million prompts, a client
+that does not read.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from nanovllm.errors import ConfigError
 from nanovllm.server.hosts import split_host, split_origin
@@ -15,6 +15,22 @@ from nanovllm.server.hosts import split_host, split_origin
 TOOL_CALL_PARSERS = ("hermes", "mistral", "llama")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+INTEGERS = {
+    "port": (0, 65535), "max_waiting": (0, 10**6), "max_header_kb": (1, 1024), "max_prompts": (1, 10**5),
+    "max_n": (1, 1024), "max_watchers": (1, 1024), "max_headers": (1, 10**4), "max_connections": (1, 10**6),
+    "max_responses": (0, 10**6),
+}  # fmt: skip
+POSITIVE = {
+    "request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "idle_timeout", "max_body_mb",
+    "max_responses_mb",
+}  # fmt: skip
+CHOICES = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS}
+TEXTS = {"host", "api_key", "served_model_name", "trace"}
+LISTS = {
+    "allowed_hosts": ("a name without scheme and port", "gpu-box.example.com"),
+    "allowed_origins": ("a scheme and a name, with a port if it needs one", "https://chat.example.com"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,63 +58,44 @@ class ServerOptions:
     reasoning_parser: str | None = None  # <think> becomes reasoning_content: one of REASONING_PARSERS; None = text
     step_timeout: float = 120.0  # seconds a step may take before /health says that the engine hangs
 
-    events: bool = False  # the engine may be watched, paused and told another policy over HTTP
+    events: bool = False  # the engine may be watched and paused, and its policy changed, over HTTP
     max_watchers: int = 8  # at the same time
     trace: str | None = None  # a file to write all events to
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("port", 0, 65535),
-            ("max_waiting", 0, 10**6),
-            ("max_header_kb", 1, 1024),
-            ("max_prompts", 1, 10**5),
-            ("max_n", 1, 1024),
-            ("max_watchers", 1, 1024),
-            ("max_headers", 1, 10**4),
-            ("max_connections", 1, 10**6),
-            ("max_responses", 0, 10**6),
-        ):
-            value = getattr(self, name)
-            if value is None and name == "max_connections":
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            wanted = None
+            if value is None and field.default is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"{name}={value!r}: must be an integer in [{low}, {high}]")
-        seconds = ("request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "idle_timeout")
-        for name in (*seconds, "max_body_mb", "max_responses_mb"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value!r}: must be a positive number")
-        if self.tool_call_parser not in TOOL_CALL_PARSERS:
-            raise ConfigError(f"tool_call_parser={self.tool_call_parser!r}: must be one of {TOOL_CALL_PARSERS}")
-        if self.reasoning_parser is not None and self.reasoning_parser not in REASONING_PARSERS:
-            raise ConfigError(f"reasoning_parser={self.reasoning_parser!r}: must be None or one of {REASONING_PARSERS}")
-        if not isinstance(self.events, bool):
-            raise ConfigError(f"events={self.events!r}: must be True or False")
-        for name in ("host", "api_key", "served_model_name", "trace"):
-            value = getattr(self, name)
-            if value is None and name != "host":
-                continue
-            if not isinstance(value, str) or not value.strip():
-                raise ConfigError(f"{name}={value!r}: must be a non-empty string")
-            if name == "api_key" and not (value.isascii() and value.isprintable()):
-                raise ConfigError("api_key: must be printable ASCII, since it travels in a header")
+            if name in INTEGERS:
+                low, high = INTEGERS[name]
+                wanted = None if type(value) is int and low <= value <= high else f"an integer in [{low}, {high}]"
+            elif name in POSITIVE:
+                wanted = None if type(value) in (int, float) and 0 < value < math.inf else "a positive number"
+            elif name in CHOICES:
+                wanted = None if value in CHOICES[name] else f"one of {CHOICES[name]}"
+            elif name in TEXTS:
+                wanted = None if isinstance(value, str) and value.strip() else "a non-empty string"
+            elif name == "events":
+                wanted = None if isinstance(value, bool) else "True or False"
+            if wanted is not None:
+                raise ConfigError(f"{name}={value!r}: must be {wanted}")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("api_key: must be printable ASCII, since it travels in a header")
         self._check_lists()
 
     def _check_lists(self) -> None:
-        for name, kind, example in (
-            ("allowed_hosts", "a name without scheme and port", "gpu-box.example.com"),
-            ("allowed_origins", "a scheme and a name, with a port if it needs one", "https://chat.example.com"),
-        ):
+        for name, (kind, example) in LISTS.items():
             values = getattr(self, name)
             if not isinstance(values, (tuple, list)):
                 raise ConfigError(f"{name}={values!r}: must be a list of texts, for example [{example!r}]")
             for value in values:
-                if value == "*":
-                    continue
-                found = isinstance(value, str) and (
-                    split_host(value) if name == "allowed_hosts" else split_origin(value.removesuffix("/"))
-                )
-                if not found or (name == "allowed_hosts" and ":" in value):
+                if name == "allowed_hosts":
+                    is_sound = isinstance(value, str) and split_host(value) is not None and ":" not in value
+                else:
+                    is_sound = isinstance(value, str) and split_origin(value.removesuffix("/")) is not None
+                if value != "*" and not is_sound:
                     raise ConfigError(f"{name}: {value!r} is not {kind}, for example {example!r}, nor '*' for all")
 
     @property
@@ -107,5 +104,5 @@ class ServerOptions:
 
     @property
     def is_open(self) -> bool:
-        """Reachable from other machines by anyone."""
+        """Reachable from other machines without a key."""
         return self.host not in LOOPBACK and self.api_key is None

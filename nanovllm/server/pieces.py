@@ -16,15 +16,15 @@ ToBytes = Callable[[int, str | None], bytes]
 
 
 class TextPlace:
-    """How many characters of the text stand before a token. One that ends inside a character adds none: those that
-    follow, up to the end of the character, are at the same place."""
+    """How many characters of the text stand before a token. A token that ends inside a character adds none: the next
+    tokens, up to the end of the character, have the same offset."""
 
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, data: bytes) -> int:
-        """The place of a token, which is then behind us."""
+        """The offset of the next token; the one after it comes behind `data`."""
         place = self.offset
         self.offset += len(self._decoder.decode(data))
         return place
@@ -42,9 +42,6 @@ class Choice:
     is_first: bool = True  # nothing has
     place: TextPlace = field(default_factory=TextPlace)  # behind the tokens whose logprobs have been sent
     frame: tuple[bytes, bytes] | None = None  # what stands before and after the text in an event that has only text
-
-    def sent(self, new: CompletionDelta) -> None:
-        self.is_first = False
 
 
 class Usage:
@@ -70,7 +67,7 @@ class Usage:
 
 
 def prompt_facts(body: Sampling, delta: RequestDelta) -> dict[str, Any]:
-    """What vLLM's fields ask to know of the prompt."""
+    """What vLLM's fields return_token_ids and prompt_logprobs add about the prompt."""
     found: dict[str, Any] = {}
     if body.return_token_ids:
         found["prompt_token_ids"] = delta.prompt_token_ids

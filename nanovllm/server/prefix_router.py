@@ -9,12 +9,12 @@
 A prompt is cut into blocks and every block's key hashes all text up to its end, so two prompts share their first n keys
 exactly if they share their first n blocks. The table remembers for a key which replicas were sent such a prompt (each
 has the prefix in its cache, unless it was evicted meanwhile: a wrong guess costs a prefill, nothing else). The longest
-known prefix wins; among the replicas that hold it, the least loaded. It is given up for the least loaded of all when it
-has `spill` requests more than that one: then the other replica holds the prefix too, and from there on they share the
-load. So a system prompt that all requests begin with ends up on all replicas, and only under load.
+known prefix wins; among the replicas that hold it, the least loaded. If it has over `spill` requests more than the
+least loaded of all, the latter is chosen: then it holds the prefix too, and from there on they share the load. So a
+system prompt that all requests begin with ends up on all replicas, and only under load.
 
-A replica that joins others at work has an empty cache and must not get all that comes next because it alone has nothing
-to do. It counts as if it had as much to do as the least loaded of the others, and by one less for each request it ends.
+A replica that joins busy ones has an empty cache and must not get all requests that come next because it alone is idle.
+Its load counts as that of the least loaded of the others, and by one less for each request that it has ended.
 
 No torch, no Ray, no clock: the same calls give the same choices.
 """
@@ -50,7 +50,7 @@ def prefix_keys(prompt: str | Sequence[int], salt: str = "") -> tuple[bytes, ...
 
 
 def body_keys(body: bytes) -> tuple[bytes, ...]:
-    """Of a request as it came in. What cannot be read has no keys: the replica that gets it will say what is wrong."""
+    """Of a request as it came in. What cannot be read has no keys: the replica that gets it answers with the error."""
     try:
         fields = json.loads(body)
         if not isinstance(fields, Mapping):
@@ -76,8 +76,8 @@ def _beginning(fields: Mapping[str, Any]) -> str | list[int]:
 
 
 def keeper_of(path: str, body: bytes) -> str:
-    """The replica in whose memory the response is that a request names, by the end of its id (responses.py); "": none.
-    Only the id is looked for, wherever it stands: a wrong guess ends at a replica that knows the request as little."""
+    """The replica that keeps the response which a request names, by the end of its id (responses.py); "": none. The id
+    is found wherever it stands: after a wrong guess the replica answers 404, as any other would."""
     if not path.startswith("/v1/responses"):
         return ""
     found = re.search(rb'"previous_response_id"\s*:\s*"(resp_\w+)"', body) or re.search(rb"/(resp_\w+)", path.encode())
@@ -102,7 +102,7 @@ class PrefixRouter:
         return len(self._holders)
 
     def set_replicas(self, replicas: Iterable[Hashable]) -> None:
-        """Those that are gone hold nothing any more; a new one holds nothing yet."""
+        """Forgets what replicas held that are gone; a new one holds nothing yet."""
         before = self.loads
         self.loads = {replica: before.get(replica, 0) for replica in replicas}
         least = min((load for replica, load in self.loads.items() if replica in before), default=0)
@@ -133,7 +133,7 @@ class PrefixRouter:
         return order
 
     def _weigh(self) -> dict[Hashable, int]:
-        """The loads with handicaps, which are no larger than what the others have to do now."""
+        """The loads with handicaps; a handicap is at most the smallest load of the others now."""
         least = min((load for replica, load in self.loads.items() if not self._handicaps[replica]), default=0)
         return {replica: load + min(self._handicaps[replica], least) for replica, load in self.loads.items()}
 

@@ -1,4 +1,4 @@
-"""Bodies to engine inputs. Runs in a thread of its own: tokenising 100 kB takes longer than a step."""
+"""Bodies to engine inputs. Runs in threads (Service.encode): tokenising 100 kB takes longer than a step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from nanovllm.engine.inputs import EngineInput, knows_tools
+from nanovllm.engine.inputs import EngineInput, shows_tools
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ContextLengthError, RequestError
 from nanovllm.sampling.structured import to_lark
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.errors import ApiError, as_api_error, bad_field
 from nanovllm.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Sampling, TokenizeBody, Tool
 from nanovllm.server.reasoning import Start, after_thoughts
 from nanovllm.server.tools import Form, as_plain_text, grammar
@@ -34,7 +34,7 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody, params: SamplingPara
                 raise ApiError(400, message, param="prompt", code=code) from None
             raise
         if body.echo and parsed.text is None:
-            parsed = EngineInput(parsed.token_ids, _tokenizer(engine).decode(parsed.token_ids), parsed.cache_salt)
+            parsed = EngineInput(parsed.token_ids, tokenizer_of(engine).decode(parsed.token_ids), parsed.cache_salt)
         found.append(parsed)
     return found
 
@@ -102,10 +102,10 @@ def _with_grammar(engine: LLMEngine, params: SamplingParams, body: ChatBody, for
     except RequestError as error:
         if not str(error).startswith("structured_outputs"):  # a field that could ban what the grammar demands
             raise RequestError(str(error).replace("structured_outputs", "tools that must be called well")) from None
-        said = str(error).removeprefix("structured_outputs").removeprefix(" grammar").removeprefix(": ")
+        fault = str(error).removeprefix("structured_outputs").removeprefix(" grammar").removeprefix(": ")
         where = "tools"
         for number, tool in enumerate(body.tools or ()):
-            if tool not in body.offered or "compiled" not in said:
+            if tool not in body.offered or "compiled" not in fault:
                 continue
             alone = body.model_copy(update={"tools": [tool], "tool_choice": "required", "response_format": None})
             wanted = {"grammar": grammar(form, alone, engine.tokenizer)}
@@ -114,7 +114,7 @@ def _with_grammar(engine: LLMEngine, params: SamplingParams, body: ChatBody, for
             except RequestError:
                 where = f"tools.{number}.function.parameters"
                 break
-        raise ApiError(400, f"{where}: {said}", param="tools") from None
+        raise ApiError(400, f"{where}: {fault}", param="tools") from None
 
 
 def _render(engine: LLMEngine, body: ChatBody | TokenizeBody, tools: list[Tool], form: Form) -> list[int]:
@@ -123,7 +123,7 @@ def _render(engine: LLMEngine, body: ChatBody | TokenizeBody, tools: list[Tool],
     try:
         rows, shown = engine.inputs.control_tokens.clean_chat(rows, shown)
         variables = engine.inputs.control_tokens.clean_all(variables, "chat_template_kwargs")
-        if not knows_tools(getattr(engine.tokenizer, "chat_template", "")):
+        if not shows_tools(getattr(engine.tokenizer, "chat_template", "")):
             rows, shown = as_plain_text(rows, shown, form), []
         return engine.inputs.render_chat(
             rows,
@@ -138,10 +138,10 @@ def _render(engine: LLMEngine, body: ChatBody | TokenizeBody, tools: list[Tool],
             if str(error).startswith(name):
                 raise ApiError(400, str(error), param=name) from None
         cause = error.__cause__
-        if cause is not None and not isinstance(cause, TemplateError):  # not said by the template, but by its failure
-            raise ApiError(400, "messages: the model's chat template refused them", param="messages") from error
-        said = str(error) if str(error).startswith("messages") else f"messages: {error}"
-        raise ApiError(400, said, param="messages") from error
+        if cause is not None and not isinstance(cause, TemplateError):  # no refusal of the template: it failed
+            raise bad_field("messages", "the model's chat template refused them") from error
+        message = str(error) if str(error).startswith("messages") else f"messages: {error}"
+        raise ApiError(400, message, param="messages") from error
 
 
 def tokenize(engine: LLMEngine, body: TokenizeBody, form: Form) -> dict[str, Any]:
@@ -150,24 +150,20 @@ def tokenize(engine: LLMEngine, body: TokenizeBody, form: Form) -> dict[str, Any
     else:
         text = engine.inputs.control_tokens.clean(body.prompt or "", "the prompt")
         token_ids = engine.inputs.encode(text, body.add_special_tokens)
-    strings = _tokenizer(engine).convert_ids_to_tokens(token_ids) if body.return_token_strs else None
-    return {
-        "count": len(token_ids),
-        "max_model_len": engine.max_model_len,
-        "tokens": token_ids,
-        "token_strs": strings,
-    }
+    strings = tokenizer_of(engine).convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+    limit = engine.max_model_len
+    return {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": strings}
 
 
 def detokenize(engine: LLMEngine, body: DetokenizeBody) -> dict[str, Any]:
     vocab = engine.model_config.vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < vocab:
-            raise ApiError(400, f"tokens: {token_id:.40g} is outside the vocabulary of {vocab}", param="tokens")
-    return {"prompt": _tokenizer(engine).decode(body.tokens)}
+            raise bad_field("tokens", f"{token_id:.40g} is outside the vocabulary of {vocab}")
+    return {"prompt": tokenizer_of(engine).decode(body.tokens)}
 
 
-def _tokenizer(engine: LLMEngine) -> Any:
+def tokenizer_of(engine: LLMEngine) -> Any:
     if engine.tokenizer is None:
         raise RequestError("this engine has no tokenizer (skip_tokenizer_init)")
     return engine.tokenizer

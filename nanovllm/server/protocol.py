@@ -1,9 +1,8 @@
 """The bodies that clients send, as OpenAI and vLLM name their fields.
 
 A field that decides what is written is honoured or refused by name: an unknown one is an error, and one of OpenAI's
-that this server does not know how to honour passes only with the value that asks for nothing. What changes no text
-(IGNORED, and unknown keys inside messages, which clients send back as they received them) is left out, with one line in
-the log.
+that this server cannot honour passes only with a value that changes nothing (HARMLESS). What changes no text (IGNORED,
+and unknown keys inside messages, which clients send back as they received them) is left out, with one line in the log.
 `null` means "not given", as in OpenAI's API: then the model's generation_config.json decides (`defaults` below), and
 where that is silent, vLLM's default.
 """
@@ -18,7 +17,7 @@ from pydantic import Field, model_validator
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.body import FEW, Body, SentBack, ShortText, parse_object
-from nanovllm.server.errors import ApiError
+from nanovllm.server.errors import ApiError, bad_field
 
 # Each of these is walked once a step, or decoded for each token, by a thread that all requests share.
 MAX_TOP_LOGPROBS = 20
@@ -28,6 +27,7 @@ MAX_STOPS = 16
 MAX_BAD_WORDS = 128
 MAX_TOOLS = 128
 MAX_PROMPTS = 10**5
+MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens")
 
 BadWord = Annotated[str, Field(max_length=64)]
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
@@ -40,7 +40,7 @@ class StreamOptions(Body):
 
 class JsonSchema(Body):
     name: ShortText
-    description: str | None = None  # for the model, says OpenAI; ours sees only what the template shows it
+    description: str | None = None  # not shown to the model: its template has no place for it
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None  # the text always follows the schema
 
@@ -52,27 +52,17 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _schema_if_asked(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ApiError(400, "response_format: json_schema goes with type json_schema", param="response_format")
+            raise bad_field("response_format", "json_schema goes with type json_schema")
         return self
 
 
 class Sampling(Body):
     """What completions and chat have in common."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {
-            "store",
-            "metadata",
-            "reasoning_effort",
-            "verbosity",
-            "service_tier",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "prediction",
-            "guided_decoding_backend",
-        }
-    )
+    IGNORED: ClassVar[frozenset[str]] = frozenset({
+        "store", "metadata", "reasoning_effort", "verbosity", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "prediction", "guided_decoding_backend",
+    })  # fmt: skip
 
     model: str | None = None
     n: int = 1
@@ -111,15 +101,11 @@ class Sampling(Body):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
+            raise bad_field("stream_options", "only with stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ApiError(400, "prompt_logprobs: not available with stream=true", param="prompt_logprobs")
+            raise bad_field("prompt_logprobs", "not available with stream=true")
         if self.truncate_prompt_tokens == 0:
-            raise ApiError(
-                400,
-                "truncate_prompt_tokens=0: nothing would be left; -1 keeps what fits",
-                param="truncate_prompt_tokens",
-            )
+            raise bad_field("truncate_prompt_tokens", "0 would leave nothing; -1 keeps what fits")
         return self
 
     def _params(self, defaults: Mapping[str, Any], max_tokens: int | None, **others: Any) -> SamplingParams:
@@ -137,7 +123,7 @@ class Sampling(Body):
         except RequestError as error:
             if str(error).startswith("structured_outputs"):
                 raise self.in_own_words(error) from None
-            limit, given = others["max_tokens"], (self.max_tokens, getattr(self, "max_completion_tokens", None))
+            limit, given = others["max_tokens"], [getattr(self, name, None) for name in MAX_TOKENS_FIELDS]
             if not str(error).startswith("min_tokens") or limit in given:
                 raise
             file = "the model's generation_config.json (--generation-config vllm turns it off)"
@@ -164,7 +150,7 @@ class Sampling(Body):
                 found[name] = {name.removeprefix("guided_"): value}
         if len(found) > 1:
             first, second, *_ = found
-            raise ApiError(400, f"{first}: cannot be combined with {second}", param=first)
+            raise bad_field(first, f"cannot be combined with {second}")
         return next(iter(found.items()), ("structured_outputs", None))
 
     def in_own_words(self, error: RequestError) -> RequestError:
@@ -187,7 +173,7 @@ class CompletionBody(Sampling):
     @property
     def prompts(self) -> list[str] | list[TokenIds]:
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]
+            return [self.prompt]  # type: ignore[return-value]
         return self.prompt  # type: ignore[return-value]
 
     @property
@@ -233,8 +219,7 @@ class PastCall(SentBack):
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> PastCall:
         if not isinstance(self.function.as_object, dict):
-            message = f"messages: the arguments of the call {self.id!r:.60} are not a JSON object"
-            raise ApiError(400, message, param="messages")
+            raise bad_field("messages", f"the arguments of the call {self.id!r:.60} are not a JSON object")
         return self
 
 
@@ -257,7 +242,7 @@ class Message(SentBack):
         elif self.content is None and self.role != "assistant":  # its answer may be all calls, reasoning or refusal
             fault = "content is missing"
         if fault is not None:
-            raise ApiError(400, f"messages: {fault}", param="messages")
+            raise bad_field("messages", fault)
         return self
 
     @model_validator(mode="before")
@@ -268,12 +253,8 @@ class Message(SentBack):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 named = f"{kind!r:.40}" if isinstance(kind, str) else "without a type"
-                raise ApiError(
-                    400,
-                    f"messages: a content part {named}: this server reads text only and fetches nothing",
-                    param="messages",
-                    code="unsupported_content",
-                )
+                fault = f"a content part {named}: this server reads text only and fetches nothing"
+                raise bad_field("messages", fault, "unsupported_content")
         return data
 
     def for_template(self) -> dict[str, Any]:
@@ -364,19 +345,23 @@ class ChatBody(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the model's template, such as enable_thinking
 
     @model_validator(mode="after")
-    def _tools_agree(self) -> ChatBody:
+    def _agree(self) -> ChatBody:
         check_tools(self.tools)
         names = [tool.function.name for tool in self.tools or ()]
         choice = self.tool_choice
         if not names and choice not in ("none", "auto"):
-            raise ApiError(400, "tool_choice: there are no tools to call", param="tool_choice")
+            raise bad_field("tool_choice", "there are no tools to call")
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
-            raise ApiError(400, f"tool_choice: {choice.function.name!r} is not one of the tools", param="tool_choice")
+            raise bad_field("tool_choice", f"{choice.function.name!r} is not one of the tools")
         name, structure = self._structure()
         if self.binds_calls and structure is not None and name != "response_format":
-            raise ApiError(
-                400, f"{name}: cannot be combined with strict tools or a tool_choice that demands calls", param=name
-            )
+            raise bad_field(name, "cannot be combined with strict tools or a tool_choice that demands calls")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_field("continue_final_message", "begins no new message; set add_generation_prompt=false")
+        if self.top_logprobs and not self.logprobs:
+            raise bad_field("top_logprobs", "only with logprobs=true")
+        if None not in (limits := (self.max_tokens, self.max_completion_tokens)) and limits[0] != limits[1]:
+            raise bad_field("max_tokens", "differs from max_completion_tokens; give one")
         return self
 
     @property
@@ -406,18 +391,6 @@ class ChatBody(Sampling):
     def one_call(self) -> bool:
         return isinstance(self.tool_choice, ToolChoice) or not self.parallel_tool_calls
 
-    @model_validator(mode="after")
-    def _agree(self) -> ChatBody:
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message: begins no new message; set add_generation_prompt=false"
-            raise ApiError(400, message, param="continue_final_message")
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and both[0] != both[1]:
-            raise ApiError(400, "max_tokens: differs from max_completion_tokens; give one", param="max_tokens")
-        return self
-
     @property
     def asked_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -445,9 +418,9 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ApiError(400, "prompt: give exactly one of prompt and messages", param="prompt")
+            raise bad_field("prompt", "give exactly one of prompt and messages")
         if self.tools and self.messages is None:
-            raise ApiError(400, "tools: only with messages", param="tools")
+            raise bad_field("tools", "only with messages")
         check_tools(self.tools)
         return self
 

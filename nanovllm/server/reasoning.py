@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, apart from the answer: <think>...</think> becomes `reasoning_content`.
+"""The text in <think>...</think> before an answer becomes `reasoning_content`.
 
     start = where(parser, prompt_text)                   # does the prompt leave a <think> open?
     source = after_thoughts(source, start, tokenizer)    # a grammar that binds what follows the thoughts only
@@ -25,8 +25,8 @@ class Start(Enum):
 
 
 def where(parser: str, prompt_text: str, continued: str | None = None) -> Start:
-    """Templates may write the tags themselves: one to make the model think, both to keep it from it. Else models of
-    deepseek_r1 always think, those of qwen3 write the tag. `continued`: the message with which a completion goes on."""
+    """Templates may write the tags themselves: the first to make the model think, both to prevent it. Otherwise models
+    of deepseek_r1 always think, those of qwen3 write the tag. `continued`: the message that a completion continues."""
     if continued is not None:
         return Start.INSIDE if continued.rfind(OPEN) > continued.rfind(CLOSE) else Start.OUTSIDE
     end = prompt_text.rstrip()

@@ -3,24 +3,24 @@
     with open_replicas(config, options, num_replicas=2) as replicas:      # starts a Ray, or joins that of RAY_ADDRESS
         app = make_front(replicas, options)                               # an ASGI application, for uvicorn or a test
 
-A replica is a Ray actor with an engine and the whole application of `app.py`; Ray Serve starts it, watches it and
-starts it anew when it dies. This process listens, asks for the key, reads the body, and hands the request to the
-replica that `PrefixRouter` chooses; what the application there sends comes back message by message. So every endpoint,
-field and error is that of a single server, and one place decides who may connect: Ray's own HTTP proxy, dashboard and
-usage reports are off, and a Ray that is started here is on the loopback.
+A replica is a Ray actor with an engine and the whole application of `app.py`; Ray Serve starts it, checks its health
+and starts it anew when it dies. This process, the front, listens, checks the key, reads the body, and sends the request
+to the replica that `PrefixRouter` chooses; what the application there sends comes back message by message. So every
+endpoint, field and error is that of a single server, and only the front decides which clients may connect: Ray's own
+HTTP proxy, dashboard and usage reports are off, and a Ray that is started here is on the loopback.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import os
 import re
-import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,6 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -50,16 +49,16 @@ from nanovllm.server.prefix_router import PrefixRouter, body_keys, keeper_of
 from nanovllm.weights.resolve import resolve_model
 
 logger = logging.getLogger("nanovllm")
-FACT_SECONDS = 5.0  # for /health and the like: a monitor wants an answer, not a place in a queue
-SLACK = 5.0  # seconds that a replica gets to say itself that a request took too long
-SAID_BY_REPLICA = b"x-nanovllm-replica"  # in every answer: where it came from
+FACT_SECONDS = 5.0  # for GET requests such as /health: a monitor must not wait in a queue
+SLACK = 5.0  # seconds beyond request_timeout, in which the replica itself answers that a request took too long
+REPLICA_HEADER = b"x-nanovllm-replica"  # in every answer: where it came from
 SAMPLE = re.compile(r"([\w:]+)(?:\{(.*)\})? (.*)")
 LOST = "the replica that had this request is gone; another one takes the next: try again"
 NONE_LEFT = "no replica is running now; they are being started anew: try again later"
 
 
 class ServeRouter(RequestRouter):
-    """Ray Serve asks here for a replica. It lives in the process that holds the handle: one front, one table."""
+    """Ray Serve's router. It lives in the process that holds the handle: one front, one table of prefixes."""
 
     def initialize_state(self, **options: Any) -> None:
         self.prefixes = PrefixRouter(**options)
@@ -75,16 +74,17 @@ class ServeRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One rank each, best first: the next is asked only if the one before does not answer."""
+        """Groups of one replica, best first: Ray Serve takes the next group only if no replica of the last answers."""
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
-        asked = pending_request.kwargs if pending_request is not None else {}
-        if (number := asked.get("number")) is not None:
+        routing = pending_request.kwargs if pending_request is not None else {}
+        if (number := routing.get("number")) is not None:
             found = sorted(candidates.values(), key=lambda replica: str(replica.replica_id.unique_id))
             return [[found[number % len(found)]]] if found else []
-        keepers = [one for known, one in candidates.items() if str(known.unique_id) == asked.get("keeper")]
+        keepers = [one for known, one in candidates.items() if str(known.unique_id) == routing.get("keeper")]
         if keepers:
             return [keepers]
-        return [[candidates[chosen]] for chosen in self.prefixes.choose(asked.get("keys", ())) if chosen in candidates]
+        order = self.prefixes.choose(routing.get("keys", ()))
+        return [[candidates[chosen]] for chosen in order if chosen in candidates]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
@@ -114,8 +114,7 @@ class EngineReplica:
         self, scope: Scope, body: bytes, keys: tuple[bytes, ...] = (), number: int | None = None, keeper: str = ""
     ) -> AsyncIterator[list[Message]]:
         """What the application sends; several messages at once if they came faster than they were fetched. `keys`,
-        `number` and `keeper` are for the router. That the client has left is known here by the cancellation of this
-        call."""
+        `number` and `keeper` are for the router. When the client leaves, this call is cancelled."""
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         left = asyncio.Event()
@@ -128,7 +127,7 @@ class EngineReplica:
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (SAID_BY_REPLICA, self.name)]
+                message["headers"] = [*message.get("headers", ()), (REPLICA_HEADER, self.name)]
             await sent.put(message)
 
         task = asyncio.ensure_future(self.app(scope, receive, send))
@@ -148,8 +147,8 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Ray Serve calls this every second; a replica that fails it three times is stopped, and another one started.
-        One with a dead engine ends at once: it refuses faster than the others serve, so it would always have the least
-        to do and get their requests."""
+        A replica with a dead engine ends at once: it refuses faster than the others serve, so it would always have the
+        smallest load and get their requests."""
         if self.service.engine.failure is not None:
             self.service.close()  # the ranks end with it
             os._exit(1)
@@ -166,7 +165,7 @@ class EngineReplica:
 
 @dataclass(frozen=True)
 class Replicas:
-    answer: DeploymentHandle  # EngineReplica.answer, streaming
+    answer: Any  # a DeploymentHandle of EngineReplica.answer, streaming
     count: int
     app_name: str
     sampling_defaults: SamplingDefaults
@@ -177,7 +176,7 @@ def make_front(replicas: Replicas, options: ServerOptions) -> ASGIApp:
 
 
 class ReplicaFront:
-    """ASGI: one request of a client to one replica. Behind a Gate, which gives it an id and asks for the key."""
+    """ASGI: one request of a client to one replica. Behind a Gate, which gives it an id and checks the key."""
 
     def __init__(self, replicas: Replicas, options: ServerOptions) -> None:
         self._replicas = replicas
@@ -216,7 +215,7 @@ class ReplicaFront:
                     message["headers"] = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
                 await send(message)
 
-    async def _messages(self, scope: Scope, body: bytes, **routing: Any) -> AsyncIterator[Message]:
+    async def _messages(self, scope: Scope, body: bytes, **routing: Any) -> AsyncGenerator[Message, None]:
         """Of the replica's application. Leaving early ends the request there."""
         response = self._replicas.answer.remote(_plain(scope), body, **routing)
         finished = False
@@ -233,15 +232,15 @@ class ReplicaFront:
         """The load of all replicas, or their metrics, each sample with its replica's name."""
         found: dict[str, str] = {}
 
-        async def ask(number: int) -> None:
+        async def fetch(number: int) -> None:
             name, body = "", b""
             async with aclosing(self._messages(scope, b"", number=number)) as messages:
                 async for message in messages:
-                    name = dict(message.get("headers", ())).get(SAID_BY_REPLICA, name.encode()).decode()
+                    name = dict(message.get("headers", ())).get(REPLICA_HEADER, name.encode()).decode()
                     body += message.get("body", b"")
             found[name] = body.decode()
 
-        await asyncio.gather(*map(ask, range(self._replicas.count)))
+        await asyncio.gather(*map(fetch, range(self._replicas.count)))
         if scope["path"] == "/load":
             return JSONResponse({"server_load": sum(json.loads(text)["server_load"] for text in found.values())})
         return Response(merge_metrics(found), headers={"content-type": CONTENT_TYPE})
@@ -260,7 +259,7 @@ class ReplicaFront:
             data = failure(problem, scope["path"])
             await send({"type": "http.response.body", "body": data, "more_body": False})
         else:
-            raise problem  # half an answer: all that is left is to close the connection
+            raise problem  # after half an answer, which closes the connection
 
 
 def _as_problem(error: Exception, is_fact: bool) -> ApiError:
@@ -273,7 +272,8 @@ def _as_problem(error: Exception, is_fact: bool) -> ApiError:
 
 
 def _plain(scope: Scope) -> Scope:
-    """What of a scope can travel and matters. Key and origin stay here: the Gate of this process has checked them."""
+    """What a replica needs of a scope and what can be pickled. The key and the origin are not sent: the Gate of this
+    process has checked them."""
     names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
     kept = {name: scope[name] for name in names if name in scope}
     headers = [(name, value) for name, value in scope["headers"] if name in (b"content-type", b"host", b"accept")]
@@ -281,7 +281,7 @@ def _plain(scope: Scope) -> Scope:
 
 
 def merge_metrics(texts: dict[str, str]) -> str:
-    """Prometheus wants all samples of a metric together, whoever they are of: {replica: its text} -> one text."""
+    """Prometheus wants all samples of a metric together: {replica: its text} -> one text."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for name, text in sorted(texts.items()):
         family: tuple[list[str], list[str]] = ([], [])
@@ -312,7 +312,7 @@ def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: in
         stack.callback(ray.shutdown)
         try:
             serve.start(proxy_location="Disabled", logging_config=quiet)
-            inside = replace(options, api_key=None, allowed_origins=())  # the front asks for keys and answers pages
+            inside = replace(options, api_key=None, allowed_origins=())  # the front checks both
             app = _deployment(config, options, num_replicas).bind(config, inside)
             try:
                 handle = serve.run(app, name=name, route_prefix=None, logging_config=quiet)
@@ -325,8 +325,8 @@ def open_replicas(config: EngineConfig, options: ServerOptions, num_replicas: in
 
 
 def find_files(config: EngineConfig) -> tuple[EngineConfig, SamplingDefaults]:
-    """Here, once: a wrong name is one line and not a trace for each replica, and they need not all fetch the model at
-    once. Paths become absolute, since a replica may be started in another folder."""
+    """Here, once: a wrong name is one line and not a stack trace of each replica, and the replicas do not all fetch the
+    model at once. Paths become absolute, since a replica may be started in another folder."""
     path = resolve_model(config.model)
     defaults = read_sampling_defaults(config.generation_config, path)
     if Path(config.model).exists():
@@ -337,12 +337,11 @@ def find_files(config: EngineConfig) -> tuple[EngineConfig, SamplingDefaults]:
 
 
 def _keep_to_loopback() -> None:
-    """A replica of Ray Serve opens a port on all interfaces on which it unpickles what it is sent. Calls of handles do
-    not use it (they are actor calls), so in this process, before it is opened, it is moved to the loopback."""
-    from ray.serve._private import replica
-
-    add_port = replica.add_port_to_grpc_server
-    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
+    """A replica of Ray Serve opens a port on all interfaces and unpickles what comes there. Calls of handles do not use
+    it (they are actor calls), so in this process, before it is opened, it is moved to the loopback."""
+    module: Any = importlib.import_module("ray.serve._private.replica")
+    add_port = module.add_port_to_grpc_server
+    module.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
 
 
 def _deployment(config: EngineConfig, options: ServerOptions, num_replicas: int) -> Any:
@@ -351,29 +350,27 @@ def _deployment(config: EngineConfig, options: ServerOptions, num_replicas: int)
         EngineReplica,
         num_replicas=num_replicas,
         ray_actor_options=resources,
-        # Above what a replica admits, so that it is the replica that says 429.
+        # Above what a replica admits, so that the replica answers 429, not Ray Serve.
         max_ongoing_requests=config.max_num_seqs + options.max_waiting + 64,
         max_constructor_retry_count=1,
         health_check_period_s=1,
         graceful_shutdown_timeout_s=options.drain_timeout,
-        request_router_config=RequestRouterConfig(request_router_class=ServeRouter),
+        request_router_config=RequestRouterConfig(request_router_class=ServeRouter),  # type: ignore[arg-type]
     )
 
 
 def check_replicas(config: EngineConfig) -> None:
-    """What can be known before Ray is started."""
+    """What can be refused before Ray is started."""
     if not hasattr(RequestRouter, "on_request_completed"):
         raise ConfigError(f"replicas: Ray {ray.__version__} cannot say when a request has ended; take 2.60 or later")
     where = config.distributed_executor_backend
     if where in ("ray", "torchrun"):
-        raise ConfigError(
-            f"distributed_executor_backend={where!r}: the ranks of a replica are processes beside it; leave it out, or "
-            f"serve a single engine"
-        )
+        fault = "the ranks of a replica are processes beside it; leave it out, or serve a single engine"
+        raise ConfigError(f"distributed_executor_backend={where!r}: {fault}")
 
 
 def _resources(config: EngineConfig, num_replicas: int, cluster: dict[str, float]) -> dict[str, float]:
-    """What one replica takes. More than there is would wait for ever, so it is refused."""
+    """What one replica takes. Ray would wait for ever for more than there is, so it is refused."""
     if config.device != "cpu" and cluster.get("GPU", 0) > 0:
         each, there = config.tensor_parallel_size, int(cluster["GPU"])
         if num_replicas * each > there:
@@ -387,15 +384,12 @@ def _resources(config: EngineConfig, num_replicas: int, cluster: dict[str, float
 
 def serve_replicas(config: EngineConfig, options: ServerOptions, num_replicas: int, say: Callable[[str], None]) -> None:
     """As `run.serve`, with several engines."""
-    from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
+    from nanovllm.server.run import DrainingServer, address_of, listening
 
-    listener = listen(options)
-    if options.is_open:
-        say(f"warning: anyone who can reach {options.host} can use this server; set --api-key")
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with contextlib.closing(listener), open_replicas(config, options, num_replicas) as replicas:
-        say(f"{num_replicas} replicas of {config.model} at {address_of(listener)}/v1 (Ctrl-C ends)")
-        say(f"sampling defaults: {replicas.sampling_defaults}")
-        DrainingServer(uvicorn_config(make_front(replicas, options), options)).run(sockets=[listener])
+    with listening(options, say) as listener:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        with open_replicas(config, options, num_replicas) as replicas:
+            say(f"{num_replicas} replicas of {config.model} at {address_of(listener)}/v1 (Ctrl-C ends)")
+            say(f"sampling defaults: {replicas.sampling_defaults}")
+            DrainingServer(make_front(replicas, options), options).run(sockets=[listener])
     say("all requests are answered, the engines are closed")

@@ -15,18 +15,12 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from nanovllm.server.answers import dump, named_event
-from nanovllm.server.blocks import Block, BlockAnswer, Content, Event, Typed, as_chat, sampling_fields, text_parts
-from nanovllm.server.engine_api import ReadBody
+from nanovllm.server.blocks import Block, BlockAnswer, Content, DialectBody, Event, Typed, text_parts
+from nanovllm.server.body import Body, ShortText, parse_object
 from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import MAX_TOOLS, Body, ChatBody, Message, Sampling, ShortText, parse_object
+from nanovllm.server.protocol import MAX_TOOLS, ChatBody, Message
 from nanovllm.server.service import Service
 
-NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text",
-}
 PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}  # of ids
 PARTS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
@@ -80,15 +74,15 @@ class ResponseStore:
 # ---- bodies ----------------------------------------------------------------------------------------------------------
 
 
-class InputItem(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "message": ("role", "content"),
-        "function_call": ("call_id", "name", "arguments"),
-        "function_call_output": ("call_id", "output"),
-        "reasoning": (),
-    }
-    PLACE: ClassVar[str] = "input"
+ITEMS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
 
+
+class InputItem(Typed, place="input", needed=ITEMS):
     type: str = "message"
     role: ShortText | None = None
     content: Content | None = None
@@ -98,27 +92,18 @@ class InputItem(Typed):
     output: Content | None = None
 
 
-class FlatTool(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"function": ("name",)}
-    PLACE: ClassVar[str] = "tools"
-
+class FlatTool(Typed, place="tools", needed={"function": ("name",)}):
     name: ShortText | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
 
 
-class FlatChoice(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"function": ("name",)}
-    PLACE: ClassVar[str] = "tool_choice"
-
+class FlatChoice(Typed, place="tool_choice", needed={"function": ("name",)}):
     name: ShortText | None = None
 
 
-class TextFormat(Typed):
-    NEEDED: ClassVar[dict[str, tuple[str, ...]]] = {"text": (), "json_object": (), "json_schema": ("name", "schema_")}
-    PLACE: ClassVar[str] = "text"
-
+class TextFormat(Typed, place="text", needed={"text": (), "json_object": (), "json_schema": ("name", "schema_")}):
     name: ShortText | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -127,8 +112,7 @@ class TextFormat(Typed):
     def for_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":
             return {"type": self.type}
-        named = {"name": self.name, "description": self.description, "schema": self.schema_, "strict": self.strict}
-        return {"type": self.type, "json_schema": named}
+        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"})}
 
 
 class TextOptions(Body):
@@ -136,7 +120,13 @@ class TextOptions(Body):
     verbosity: Any = None  # a hint
 
 
-class ResponseBody(Sampling):
+class ResponseBody(DialectBody):
+    NAMES: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text",
+    }
     HARMLESS: ClassVar[dict[str, tuple[Any, ...]]] = {
         "n": (1,),
         "background": (False,),
@@ -173,54 +163,49 @@ class ResponseBody(Sampling):
 
     def chat(self, before: Sequence[Message]) -> ChatBody:
         """`before`: the conversation that this goes on with. Instructions hold for one answer only."""
-        fields = sampling_fields(self)
-        fields.pop("stream_options", None)
+        fields: dict[str, Any] = {"max_tokens": self.max_output_tokens, "tool_choice": self.tool_choice}
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.for_chat()
-        choice = self.tool_choice
-        if isinstance(choice, FlatChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}  # type: ignore[assignment]
-        tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools]
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        fields.update(
-            messages=[*system, *before, *self._messages()],
-            tools=tools,
-            tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            max_tokens=self.max_output_tokens,
-        )
-        return as_chat(fields, NAMES)
+        if isinstance(self.tool_choice, FlatChoice):
+            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        fields["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools]
+        system = {"role": "system", "content": self.instructions}
+        placed: list[tuple[str, Any]] = [] if self.instructions is None else [("instructions", system)]
+        placed += [("previous_response_id", message) for message in before]
+        return self.as_chat([*placed, *self._messages()], parallel_tool_calls=self.parallel_tool_calls, **fields)
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self) -> list[tuple[str, dict[str, Any]]]:
         if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        found: list[dict[str, Any]] = []
-        for item in self.input:
-            if item.type == "message":
-                found.append({"role": item.role, "content": text_parts(item.content or "")})
+            return [("input", {"role": "user", "content": self.input})]
+        found: list[tuple[str, dict[str, Any]]] = []
+        for number, item in enumerate(self.input):
+            row: dict[str, Any] = {"role": item.role, "content": text_parts(item.content or "")}
+            if item.type == "function_call_output":
+                row = {"role": "tool", "tool_call_id": item.call_id, "content": text_parts(item.output or "")}
             elif item.type == "function_call":  # in a chat, part of the message of the assistant
-                if not found or found[-1]["role"] != "assistant":
-                    found.append({"role": "assistant"})
                 function = {"name": item.name, "arguments": item.arguments}
-                found[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
-            elif item.type == "function_call_output":
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_parts(item.output or "")})
+                calls = [{"id": item.call_id, "function": function}]
+                row = {"role": "assistant", "tool_calls": calls}
+                if found and found[-1][1]["role"] == "assistant":
+                    found[-1][1].setdefault("tool_calls", []).extend(calls)
+                    continue
+            if item.type != "reasoning":
+                found.append((f"input[{number}]", row))
         return found
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-class ResponseAnswer(BlockAnswer):
-    names = NAMES
-
+class ResponseAnswer(BlockAnswer[ResponseBody]):
     def __init__(
-        self, service: Service, store: ResponseStore, asked: ResponseBody, before: Kept, body: ChatBody, request_id: str
+        self, service: Service, asked: ResponseBody, chat: ChatBody, request_id: str, store: ResponseStore, before: Kept
     ) -> None:
-        super().__init__(service, body, request_id)
-        self._store, self._asked, self._before = store, asked, before
+        super().__init__(service, asked, chat, request_id)
+        self._store, self._before = store, before
         self._final: dict[str, Any] = {}
-        # Not the client's request id: whoever knows it can read the answer. Its end leads back to this replica.
+        # Not the client's request id, which others may guess: the id is all it takes to read the answer. Its end is the
+        # name of this replica, for the router.
         self._id = f"resp_{uuid.uuid4().hex}" + (f"_{service.replica}" if service.replica else "")
         self._numbers = itertools.count()
 
@@ -240,22 +225,22 @@ class ResponseAnswer(BlockAnswer):
         return self._event(f"{PARTS[block.kind]}.delta", **_place(block), delta=text, **_scores(block))
 
     def closed(self, block: Block) -> Iterator[Event]:
-        told = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
-        yield self._event(f"{PARTS[block.kind]}.done", **_place(block), **told, **_scores(block))
+        fields = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
+        yield self._event(f"{PARTS[block.kind]}.done", **_place(block), **fields, **_scores(block))
         if block.kind != "call":
             yield self._event("content_part.done", **_place(block), part=_part(block))
         yield self._event("output_item.done", output_index=block.index, item=self._item(block))
 
     def ended(self) -> Iterator[Event]:
         self._final = self._response(self._status)
-        if self._asked.store:
+        if self.asked.store:
             self._keep()
         yield self._event(self._status, response=self._final)
 
     def whole(self) -> dict[str, Any]:
         return self._final
 
-    def failure(self, problem: ApiError) -> bytes:
+    def failure(self, problem: ApiError, path: str) -> bytes:
         error = {"code": problem.code or "server_error", "message": problem.message}
         return named_event(self._event("failed", response={**self._response("failed"), "error": error}))
 
@@ -275,7 +260,7 @@ class ResponseAnswer(BlockAnswer):
         return {"id": _place(block)["item_id"], **item, "status": status}
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked, ended = self._asked, status in ("completed", "incomplete")
+        asked, ended = self.asked, status in ("completed", "incomplete")
         counts = self.counts.record()
         usage = {
             "input_tokens": counts["prompt_tokens"],
@@ -285,7 +270,7 @@ class ResponseAnswer(BlockAnswer):
             "total_tokens": counts["total_tokens"],
         }
         choice = asked.tool_choice
-        wanted = (asked.text and asked.text.format) or TextFormat(type="text")
+        wanted = (asked.text and asked.text.format) or TextFormat.model_validate({"type": "text"})
         return {
             "id": self._id, "object": "response", "created_at": self.created, "status": status,
             "completed_at": int(time.time()) if status == "completed" else None, "background": False, "error": None,
@@ -310,7 +295,7 @@ class ResponseAnswer(BlockAnswer):
             if block.kind == "call" and isinstance(parse_object(block.text), dict)
         ]
         answer = Message(role="assistant", content=text, tool_calls=calls or None)  # type: ignore[arg-type]
-        first = len(self._before.messages) + (self._asked.instructions is not None)
+        first = len(self._before.messages) + (self.asked.instructions is not None)
         new = [*self.body_model.messages[first:], answer]
         num_bytes = self._before.num_bytes + sum(len(message.model_dump_json()) for message in new)
         self._store.put(self._id, Kept(dump(self._final), [*self._before.messages, *new], num_bytes))
@@ -322,7 +307,7 @@ def _place(block: Block) -> dict[str, Any]:
 
 
 def _part(block: Block) -> dict[str, Any]:
-    more = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
     return {"type": PARTS[block.kind], "text": block.text, **more}
 
 
@@ -330,16 +315,16 @@ def _scores(block: Block) -> dict[str, Any]:
     return {"logprobs": []} if block.kind == "text" else {}
 
 
-def add_response_routes(app: FastAPI, service: Service, read: ReadBody) -> None:
+def add_response_routes(app: FastAPI, service: Service) -> None:
     store = ResponseStore(service.options.max_responses, int(service.options.max_responses_mb * 2**20))
 
     @app.post("/v1/responses", response_class=Response)
     async def create(request: Request) -> Response:
-        asked = await read(request, service, ResponseBody)
+        asked = await service.read(request, ResponseBody)
         before = asked.previous_response_id
         kept = Kept(b"", (), 0) if before is None else store.get(before, "previous_response_id")
-        body = await service.encode(lambda: asked.chat(kept.messages))
-        return ResponseAnswer(service, store, asked, kept, body, request.scope["request_id"])
+        chat = await service.encode(lambda: asked.chat(kept.messages))
+        return ResponseAnswer(service, asked, chat, request.scope["request_id"], store, kept)
 
     @app.get("/v1/responses/{name}")
     async def retrieve(name: str) -> Response:

@@ -1,4 +1,5 @@
-"""Run the server until SIGTERM or Ctrl-C: then nobody is let in, whoever runs may finish, and the process exits 0.
+"""Run the server until SIGTERM or Ctrl-C: then it takes no new connection, running requests finish, and the process
+exits with 0.
 
 The engine is imported where it is started: `nanovllm trace view` runs a server without one.
 """
@@ -16,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import uvicorn
@@ -31,43 +32,59 @@ if TYPE_CHECKING:
     from nanovllm.server.service import Service
 
 logger = logging.getLogger("nanovllm")
-# Seconds of silence before the first question, seconds between two, their number; milliseconds for data that was sent
+# Seconds of silence before the first probe, seconds between two, their number; milliseconds for data without an answer
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
-CUT_SECONDS = 5  # for requests that are cut off to say so; then their tasks are cancelled
+CUT_SECONDS = 5  # for requests that are cut off to send their error; then their tasks are cancelled
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's own handler raises the signal once more after the drain, so the process would die of it.
+    """uvicorn's server with a limit of connections, a drain that has an end, and exit code 0: uvicorn's own handler
+    raises the signal once more after the drain, and the process would die of it.
 
-    `before_drain`: what must happen so that the requests that run can end. `cut_off`: ends those that did not, after
-    drain_timeout or at a second signal; a third does not wait for that either."""
+    `before_drain` is called before the drain, so that running requests can end. `cut_off` ends those that have not,
+    after drain_timeout or at a second signal; a third signal does not wait for that either."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: ASGIApp,
+        options: ServerOptions,
         before_drain: Callable[[], None] = lambda: None,
         cut_off: Callable[[], None] = lambda: None,
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            h11_max_incomplete_event_size=options.max_header_kb * 1024,
+            timeout_keep_alive=math.ceil(options.idle_timeout) + 1,  # Connection's own timer comes first
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(options.drain_timeout) + CUT_SECONDS,
+        )
+        config.nanovllm_options = options  # type: ignore[attr-defined]  # for Connection
         super().__init__(config)
+        self._options = options
         self._before_drain, self._cut_off = before_drain, cut_off
         self._cut_now = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, for one socket, but with a limit of connections."""
-        config, state = self.config, self.server_state
         assert sockets is not None
         assert len(sockets) == 1
         await self.lifespan.startup()
+        state, protocol = self.server_state, cast(Any, self.config.http_protocol_class)
 
         def make_connection() -> asyncio.Protocol:
-            return config.http_protocol_class(config, state, self.lifespan.state)
+            return protocol(self.config, state, self.lifespan.state)
 
-        limit = connection_limit(config.nanovllm_options)  # type: ignore[attr-defined]
         self.servers = []
+        limit = connection_limit(self._options)
         self._acceptor = Acceptor(sockets[0], limit, make_connection, state.connections)
         loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
-        logger.info("event loop: %s, HTTP parser: %s", loop, config.http_protocol_class.parser_name)
+        logger.info("event loop: %s, HTTP parser: %s", loop, protocol.parser_name)
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -78,8 +95,7 @@ class DrainingServer(uvicorn.Server):
         cutting.cancel()
 
     async def _cut_in_time(self) -> None:
-        seconds = self.config.nanovllm_options.drain_timeout  # type: ignore[attr-defined]
-        with anyio.move_on_after(seconds):
+        with anyio.move_on_after(self._options.drain_timeout):
             await self._cut_now.wait()
         self._cut_off()
 
@@ -103,7 +119,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """Before the model is loaded: a port that is taken should not be found out a minute later."""
+    """Before the model is loaded: that the port is taken should not become known a minute later."""
     connection_limit(options)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # With the protocol named, asyncio sets TCP_NODELAY on every connection. Without it, headers and body of an answer
@@ -129,29 +145,12 @@ def listen(options: ServerOptions) -> socket.socket:
 def make_server(service: Service) -> DrainingServer:
     from nanovllm.server.app import make_app
 
-    return DrainingServer(uvicorn_config(make_app(service), service.options), service.engine.drain, service.cut_off)
-
-
-def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        h11_max_incomplete_event_size=options.max_header_kb * 1024,
-        timeout_keep_alive=math.ceil(options.idle_timeout) + 1,  # Connection's own timer comes first
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=math.ceil(options.drain_timeout) + CUT_SECONDS,
-    )
-    config.nanovllm_options = options  # type: ignore[attr-defined]  # for Connection
-    return config
+    return DrainingServer(make_app(service), service.options, service.engine.drain, service.cut_off)
 
 
 def freeze_gc() -> None:
-    """What was built at start-up stays, so the collector need not look at its 370,000 objects again: some 0.3 s each
-    time, in which no token leaves."""
+    """What was built at start-up stays, so the collector need not visit its 370,000 objects again: that takes some
+    0.3 s each time, in which no token is sent."""
     gc.collect()
     gc.freeze()
 
@@ -161,28 +160,29 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+@contextlib.contextmanager
+def listening(options: ServerOptions, say: Callable[[str], None]) -> Iterator[socket.socket]:
+    """The listener, and the log on stderr."""
+    with contextlib.closing(listen(options)) as listener:
+        if options.is_open:
+            say(f"warning: anyone who can reach {options.host} can use this server; set --api-key")
+        logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+        yield listener
+
+
 def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], None]) -> None:
-    listener = listen(options)
-    if options.is_open:
-        say(f"warning: anyone who can reach {options.host} can use this server; set --api-key")
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    logger.setLevel(logging.INFO)
-    try:
+    with listening(options, say) as listener:
+        logger.setLevel(logging.INFO)
         from nanovllm.engine.async_engine import AsyncLLMEngine
         from nanovllm.server.service import Service
 
-        service = Service(AsyncLLMEngine(config), options)
-    except BaseException:
-        listener.close()
-        raise
-    try:
-        server = make_server(service)  # a trace that cannot be written is said before anyone is invited
-        freeze_gc()
-        say(f"{service.model_name} at {address_of(listener)}/v1 (Ctrl-C ends)")
-        say(f"sampling defaults: {service.engine.engine.sampling_defaults}")
-        say(f"page: {address_of(listener)}/{'' if options.events else ' (--events lets it show the engine at work)'}")
-        server.run(sockets=[listener])
-    finally:
-        service.close()
+        with contextlib.closing(Service(AsyncLLMEngine(config), options)) as service:
+            server = make_server(service)  # a trace file that cannot be written is an error before the next lines
+            freeze_gc()
+            url = address_of(listener)
+            say(f"{service.model_name} at {url}/v1 (Ctrl-C ends)")
+            say(f"sampling defaults: {service.engine.engine.sampling_defaults}")
+            say(f"page: {url}/{'' if options.events else ' (--events lets it show the engine at work)'}")
+            server.run(sockets=[listener])
     answered = f"{service.num_cut} requests were cut off" if service.num_cut else "all requests are answered"
     say(f"{answered}, the engine is closed")

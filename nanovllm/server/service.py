@@ -1,5 +1,7 @@
-"""Service: what stands between HTTP and the engine. Admits or refuses, encodes off the event loop, streams deltas.
+"""Service: what stands between HTTP and the engine. Reads bodies, admits or refuses, encodes off the event loop,
+streams deltas.
 
+    body = await service.read(request, ChatBody)
     with service.admit(num_seqs):
         inputs = await service.encode(lambda: ...)
         async for index, delta in service.stream(job): ...
@@ -15,7 +17,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -23,19 +25,23 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
+from starlette.requests import Request
 
 from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.engine.inputs import EngineInput
 from nanovllm.engine.token_bytes import TokenBytes
 from nanovllm.outputs import RequestDelta, gather
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ENGINE_FAILED, ENGINE_STUCK, INTERNAL, ApiError, timed_out
+from nanovllm.server.body import Body
+from nanovllm.server.errors import ENGINE_FAILED, ENGINE_STUCK, INTERNAL, ApiError, bad_field, timed_out
+from nanovllm.server.guard import SMALL_BODY, read_bytes
 from nanovllm.server.metrics import Metrics, RequestClock
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.tools import FORMS
 
 logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=Body)
 ENCODERS = 4  # threads; a tokenizer releases the interpreter's lock, a template does not
 MAX_RETRY_SECONDS = 60
 
@@ -85,9 +91,9 @@ class Service:
     def close(self) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)
         if self.is_stuck:
-            logger.error("%s; leaving without it", self.trouble)  # its thread would be waited for without end
-            return
-        self.engine.close()
+            logger.error("%s; leaving without it", self.trouble)  # joining its thread would take for ever
+        else:
+            self.engine.close()
 
     @property
     def is_stuck(self) -> bool:
@@ -95,7 +101,7 @@ class Service:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be served now, or None. Costs a step nothing: the clock is read by who asks."""
+        """Why nothing can be served now, or None. Costs a step nothing: the clock is read here, not in the step."""
         if self.engine.failure is None and self.is_stuck:
             return f"a step has not ended for more than {self.options.step_timeout:g} s; the device may hang"
         return self.engine.failure
@@ -108,28 +114,31 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
-            raise ApiError(
-                404,
-                f"model {name!r:.80}: this server has only {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"model {name!r:.80}: this server has only {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        # Only JSON that is declared as such: a page of another site can make a browser post plain text, but not JSON.
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise ApiError(415, "Content-Type: must be application/json", param="Content-Type")
+        raw = await read_bytes(request, self.options.max_body_bytes)
+        body, ignored = kind.read(raw) if len(raw) <= SMALL_BODY else await self.encode(lambda: kind.read(raw))
+        if ignored:
+            logger.info("request %s: ignored %s", request.scope["request_id"], ignored)
+        return body
 
     @contextlib.contextmanager
     def admit(self, num_seqs: int) -> Iterator[None]:
-        """Hold a place in the line, or be told to come back: a queue without end only hides that we are too slow."""
+        """Count these sequences as admitted, or raise 429: a queue without end only hides that the server is too
+        slow."""
         self.check_alive()
         if num_seqs > self.capacity:
-            message = f"n: {num_seqs} completions at once, this server takes at most {self.capacity}"
-            raise ApiError(400, message, param="n")
+            raise bad_field("n", f"{num_seqs} completions at once, this server takes at most {self.capacity}")
         if self.num_admitted + num_seqs > self.capacity:
+            message = f"{self.num_admitted} completions run or wait, the limit is {self.capacity}: try again later"
             seconds = min(MAX_RETRY_SECONDS, max(1, math.ceil(self._seconds_per_request)))
-            raise ApiError(
-                429,
-                f"{self.num_admitted} completions run or wait, the limit is {self.capacity}: try again later",
-                code="queue_full",
-                headers={"Retry-After": str(seconds)},
-            )
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)})
         self.num_admitted += num_seqs
         self.num_requests += 1
         started = time.monotonic()
@@ -149,7 +158,7 @@ class Service:
             return await future
         raise timed_out("tokenising or templating", seconds)
 
-    async def stream(self, job: ClientRequest) -> AsyncIterator[tuple[int, RequestDelta]]:
+    async def stream(self, job: ClientRequest) -> AsyncGenerator[tuple[int, RequestDelta], None]:
         """(index of the prompt, what is new of it), until all are finished. Leaving early aborts what still runs."""
         if len(job.inputs) == 1:
             async with aclosing(self._one(job, 0)) as deltas:
@@ -160,8 +169,8 @@ class Service:
             async for pair in pairs:
                 yield pair
 
-    async def _one(self, job: ClientRequest, index: int) -> AsyncIterator[RequestDelta]:
-        # The client's id may be in use by another request of its; the engine's must be unique.
+    async def _one(self, job: ClientRequest, index: int) -> AsyncGenerator[RequestDelta, None]:
+        # Two requests of a client may have the same id; the engine's ids must be unique.
         name = f"{job.request_id}-{index}-{next(self._numbers)}"
         clock = RequestClock(self.metrics, job.arrival)
         deltas = self.engine.stream(
@@ -180,7 +189,7 @@ class Service:
             if not finished:
                 clock.abort()
 
-    async def _many(self, job: ClientRequest) -> AsyncIterator[tuple[int, RequestDelta]]:
+    async def _many(self, job: ClientRequest) -> AsyncGenerator[tuple[int, RequestDelta], None]:
         """What a slow reader has not read yet is merged, as in the mailbox of each stream."""
         unread: dict[int, RequestDelta] = {}
         changed = asyncio.Event()

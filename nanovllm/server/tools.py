@@ -1,13 +1,13 @@
-"""Calls of functions: how the model is told of them, how it is made to write them well, how they are read from text.
+"""Calls of functions: their description in the prompt, the grammar that binds them, and how they are read from text.
 
-    messages = as_plain_text(messages, tools, form)      # for a chat template that knows no tools
-    source = grammar(form, body, tokenizer)              # what the sampler must keep to, if calls are bound
-    reader = CallReader(form, names, ...)                # one for a completion
-    said = reader.feed(new_text, finished)               # what of it is content, what belongs to which call
+    messages = as_plain_text(messages, tools, form)      # for a chat template without tools
+    source = grammar(form, body, tokenizer)              # that the sampler follows, if calls are bound
+    reader = CallReader(form, body)                      # one for a completion
+    part = reader.feed(new_text, finished)               # what of it is content, what belongs to which call
 
 A call is the JSON object {"name": ..., "arguments": {...}}. Where it stands in a text differs between families of
-models (FORMS). What the client gets as a call names a function that was offered and has arguments that parse; all
-else that looks like one stays text, since a client can do nothing with half a call.
+models (FORMS). What the client gets as a call names a function that was offered and has arguments that parse;
+everything else that looks like one stays text, since a client can do nothing with half a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 from nanovllm.sampling.json_schema import without_unions
 from nanovllm.sampling.structured import JSON_SPACES
-from nanovllm.server.protocol import ChatBody, parse_object
+from nanovllm.server.body import parse_object
+from nanovllm.server.protocol import ChatBody
 
 # A grammar writes exactly this, so what follows can be sent on while it is written.
 HEAD = re.compile(r'\{"name": "([\w-]+)", "(?:arguments|parameters)": ')
@@ -60,23 +61,23 @@ FORMS = {
 
 
 def as_plain_text(messages: list[dict[str, Any]], tools: Sequence[Any], form: Form) -> list[dict[str, Any]]:
-    """Tools in the system message, calls as the model would write them, results as the user's words. A small model may
-    not understand, but it has been told."""
-    told: list[dict[str, Any]] = []
+    """Tools in the system message, calls as the model would write them, results as messages of the user. Whether the
+    model understands this is up to the model."""
+    rows: list[dict[str, Any]] = []
     for message in messages:
         role, text = message["role"], message["content"]
         if calls := message.get("tool_calls"):
             text = f"{text}\n{form.write([call['function'] for call in calls])}".lstrip("\n")
         if role == "tool":
             role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
-            if told and told[-1]["content"].endswith("</tool_response>"):  # many templates want roles in turn
-                told[-1]["content"] += f"\n{text}"
+            if rows and rows[-1]["content"].endswith("</tool_response>"):  # many templates want roles in turn
+                rows[-1]["content"] += f"\n{text}"
                 continue
-        told.append({"role": role, "content": text, **({"name": message["name"]} if "name" in message else {})})
+        rows.append({"role": role, "content": text, **({"name": message["name"]} if "name" in message else {})})
     if tools:
-        first = told[0]["content"] + "\n\n" if told[0]["role"] == "system" else ""
-        told[: 1 if first else 0] = [{"role": "system", "content": first + _instructions(tools, form)}]
-    return told
+        first = rows[0]["content"] + "\n\n" if rows[0]["role"] == "system" else ""
+        rows[: 1 if first else 0] = [{"role": "system", "content": first + _instructions(tools, form)}]
+    return rows
 
 
 def _instructions(tools: Sequence[Any], form: Form) -> str:
@@ -93,8 +94,8 @@ def _instructions(tools: Sequence[Any], form: Form) -> str:
 
 
 def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str:
-    """In llguidance's variant of Lark, for a body that binds calls. Others may write what they like, which is read as
-    far as it makes sense."""
+    """In llguidance's variant of Lark, for a body that binds calls. Without it a model writes freely, and CallReader
+    finds what is a call."""
     first, rules = [], []
     for number, tool in enumerate(body.offered):
         head = json.dumps({"name": tool.function.name, form.key: 0})[:-2]
@@ -107,7 +108,7 @@ def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str:
         calls = f"{json.dumps(form.around[0])} {calls} {json.dumps(form.around[1])}"
     start = calls
     if body.answers_json and not body.must_call:
-        # The opener tells calls from an answer that may be JSON of the same shape
+        # Only the opener makes a difference: the answer may be JSON of the same shape as a call
         start = f"{'' if form.is_tagged else opener} {calls} | answer"
         rules.append(f"answer: %json {_spaced(body.answer_schema or {})}")
     elif not body.must_call:
@@ -122,12 +123,12 @@ def grammar(form: Form, body: ChatBody, tokenizer: Any) -> str:
 
 
 def _spaced(schema: dict[str, Any]) -> str:
-    """A document of its own for each schema: its "#/$defs/..." mean its own root."""
+    """A document of its own for each schema: its "#/$defs/..." refer to its own root."""
     return without_unions(json.dumps({**schema, "x-guidance": JSON_SPACES}, ensure_ascii=False))
 
 
 def symbol(tag: str, tokenizer: Any) -> str:
-    """A tag that is one token of the vocabulary cannot be spelt in letters: llguidance knows it by number only."""
+    """A tag that is one token of the vocabulary cannot be spelt in letters: llguidance matches it only by its id."""
     number = tokenizer.get_added_vocab().get(tag)
     return json.dumps(tag) if number is None else f"<[{number}]>"
 
@@ -150,7 +151,7 @@ class CallPiece:
 
 
 def new_call(name: str, arguments: str) -> dict[str, Any]:
-    # Nine letters and digits: Mistral's templates refuse an id of any other length, and nobody else minds.
+    # Nine letters and digits: Mistral's templates refuse an id of any other length, other templates take any.
     function = {"name": name, "arguments": arguments}
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
@@ -192,26 +193,15 @@ class Braces:
 
 
 class CallReader:
-    """Reads the text of one completion as it comes. `has_grammar`: calls are sure to be well-formed, so arguments are
-    passed on as they are written; else a call is held until it is whole. `must_call`: there is nothing but calls.
-    `needs_opener`: a text that does not begin with the opener has no calls, whatever it looks like."""
+    """Reads the text of one completion as it comes. If a grammar binds the calls (`has_grammar`), they are well-formed
+    and arguments are passed on as they are written; else a call is held until it is whole. `must_call`: the text is
+    nothing but calls. `needs_opener`: a text without the opener at its start has no calls, whatever it looks like."""
 
-    def __init__(
-        self,
-        form: Form,
-        names: Sequence[str],
-        *,
-        must_call: bool,
-        has_grammar: bool,
-        one_call: bool,
-        needs_opener: bool = False,
-    ) -> None:
+    def __init__(self, form: Form, body: ChatBody) -> None:
         self._form = form
-        self._names = frozenset(names)
-        self._must_call = must_call
-        self._has_grammar = has_grammar
-        self._needs_opener = needs_opener
-        self._most = 1 if one_call else 1 << 30
+        self._names = frozenset(tool.function.name for tool in body.offered)
+        self._must_call, self._has_grammar, self._needs_opener = body.must_call, body.binds_calls, body.answers_json
+        self._most = 1 if body.one_call else 1 << 30
         self.num_calls = 0
         self._rest = ""  # not read yet
         self._lead = ""  # tags and brackets since the last call: content after all, if no call follows
@@ -222,22 +212,22 @@ class CallReader:
         self._head: str | None = None  # of that object, until HEAD is found in it
 
     def feed(self, text: str, finished: bool) -> AnswerPart:
-        said = AnswerPart()
+        part = AnswerPart()
         self._rest += text
-        while self._rest and self._advance(said):
+        while self._rest and self._advance(part):
             pass
         if finished:
-            self._release(said)
+            self._release(part)
         if self._must_call:
-            said.content = ""
-        return said
+            part.content = ""
+        return part
 
-    def _advance(self, said: AnswerPart) -> bool:
+    def _advance(self, part: AnswerPart) -> bool:
         """One step through the text; False if more of it is needed."""
         if self._object is not None:
-            return self._in_object(self._object, said)
+            return self._in_object(self._object, part)
         if self._is_plain:
-            said.content, self._rest = said.content + self._rest, ""
+            part.content, self._rest = part.content + self._rest, ""
             return False
         if self._must_call:
             return self._open_at(self._rest.find("{"))
@@ -247,27 +237,27 @@ class CallReader:
             self._is_plain = not opener.startswith(text[: len(opener)])
             return not self._needs_opener
         if not self._form.is_tagged:
-            return self._in_list(said)
+            return self._in_list(part)
         if self._after_call:
             return self._past_closer()
-        return self._past_opener(said) if self._lead else self._in_text(said)
+        return self._past_opener(part) if self._lead else self._in_text(part)
 
-    def _in_text(self, said: AnswerPart) -> bool:
+    def _in_text(self, part: AnswerPart) -> bool:
         """Content, up to a tag that opens a call."""
         opener = self._form.opener
         before, found, after = self._rest.partition(opener)
         if not found:  # the end of the text may be the beginning of a tag
             kept = next((n for n in range(len(opener) - 1, 0, -1) if before.endswith(opener[:n])), 0)
             before, after = before[: len(before) - kept], before[len(before) - kept :]
-        said.content, self._rest, self._lead = said.content + before, after, found
+        part.content, self._rest, self._lead = part.content + before, after, found
         return bool(found)
 
-    def _past_opener(self, said: AnswerPart) -> bool:
+    def _past_opener(self, part: AnswerPart) -> bool:
         blank = len(self._rest) - len(self._rest.lstrip())
         if self._rest[blank:].startswith("{"):
             return self._open_at(blank)
         if blank < len(self._rest):  # something else: no call
-            said.content, self._lead = said.content + self._lead, ""
+            part.content, self._lead = part.content + self._lead, ""
             return True
         return False
 
@@ -282,7 +272,7 @@ class CallReader:
             self._after_call = False
         return True
 
-    def _in_list(self, said: AnswerPart) -> bool:
+    def _in_list(self, part: AnswerPart) -> bool:
         """Before, between and after calls that are the whole text."""
         opener, text = self._form.opener, self._rest.lstrip()
         if not self.num_calls and not self._lead and opener.startswith(text[: len(opener)]):
@@ -293,7 +283,7 @@ class CallReader:
         at = next((i for i, char in enumerate(self._rest) if char not in " \n\t[],;"), -1)
         if at >= 0 and self._rest[at] != "{":
             self._is_plain = True
-            said.content, self._lead = said.content + self._lead, ""
+            part.content, self._lead = part.content + self._lead, ""
             return True
         return self._open_at(at)
 
@@ -307,50 +297,50 @@ class CallReader:
         self._braces, self._head = Braces(), ""
         return True
 
-    def _in_object(self, parts: list[str], said: AnswerPart) -> bool:
+    def _in_object(self, parts: list[str], part: AnswerPart) -> bool:
         end = self._braces.end(self._rest)
-        part, self._rest = self._rest[:end], "" if end is None else self._rest[end:]
-        parts.append(part)
+        text, self._rest = self._rest[:end], "" if end is None else self._rest[end:]
+        parts.append(text)
         if self._has_grammar:
-            self._pass_on(part if end is None else part[:-1], said)
+            self._pass_on(text if end is None else text[:-1], part)
         if end is None:
             return False
         self._object = None
-        if self._has_grammar or self._take("".join(parts[1:]), said):
+        if self._has_grammar or self._take("".join(parts[1:]), part):
             self.num_calls += 1
             self._after_call = True
         else:
-            said.content += "".join(parts)
+            part.content += "".join(parts)
             self._is_plain = not self._form.is_tagged
         return True
 
-    def _pass_on(self, part: str, said: AnswerPart) -> None:
+    def _pass_on(self, text: str, part: AnswerPart) -> None:
         if self._head is None:
-            said.calls.append(CallPiece(self.num_calls, part))
+            part.calls.append(CallPiece(self.num_calls, text))
             return
-        self._head += part
+        self._head += text
         if found := HEAD.match(self._head):
-            said.calls.append(CallPiece(self.num_calls, self._head[found.end() :], found[1]))
+            part.calls.append(CallPiece(self.num_calls, self._head[found.end() :], found[1]))
             self._head = None
 
-    def _take(self, text: str, said: AnswerPart) -> bool:
+    def _take(self, text: str, part: AnswerPart) -> bool:
         """A whole object without a grammar: is it a call?"""
         value = parse_object(text)
         value = value if isinstance(value, dict) else {}
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return False
-        if self.num_calls < self._most:  # beyond it nobody asked for calls, and as content they would be noise
-            said.calls.append(CallPiece(self.num_calls, json.dumps(arguments, ensure_ascii=False), name))
+        if self.num_calls < self._most:  # further calls were not wanted, and as content they would only confuse
+            part.calls.append(CallPiece(self.num_calls, json.dumps(arguments, ensure_ascii=False), name))
         return True
 
-    def _release(self, said: AnswerPart) -> None:
-        """The end: what was held back and became nothing is content, except the crumbs of calls."""
+    def _release(self, part: AnswerPart) -> None:
+        """The end: what was held back and did not become a call is content, except separators and tags of calls."""
         held = self._lead + self._rest
         if self._object is not None and not (self._has_grammar and self._head is None):
             held = "".join(self._object)
-        crumbs = held.strip(" \n\t[],;")
-        if self.num_calls and (not crumbs or self._form.closer.startswith(crumbs)):
+        rest = held.strip(" \n\t[],;")
+        if self.num_calls and (not rest or self._form.closer.startswith(rest)):
             held = ""
-        said.content += held
+        part.content += held
         self._rest, self._lead, self._object = "", "", None

@@ -15,13 +15,13 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.files import add_page
 from nanovllm.server.guard import Gate
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
+from nanovllm.server.run import DrainingServer, address_of, listen
 from nanovllm.telemetry.trace import Trace, read_trace
 
 
 def make_trace_app(trace: Trace) -> ASGIApp:
     app = FastAPI(title="Nano-vLLM", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(ApiError, lambda _, error: error.response())  # type: ignore[attr-defined]
+    app.add_exception_handler(ApiError, lambda _, error: error.response())
     app.add_exception_handler(404, lambda *_: ApiError(404, "there is only a trace here, no engine").response())
     add_page(app)
     facts = {name: value for name, value in trace.header.items() if name not in ("type", "format")}
@@ -32,7 +32,7 @@ def make_trace_app(trace: Trace) -> ASGIApp:
 
     @app.get("/engine/trace", response_class=Response)
     async def lines() -> Response:
-        # What was checked, not what the file may hold by now
+        # The bytes that were checked; the file may have changed since
         headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         return Response(trace.raw, headers=headers, media_type="application/x-ndjson")
 
@@ -44,4 +44,4 @@ def view_trace(path: str | Path, port: int, say: Callable[[str], None]) -> None:
     options = ServerOptions(port=port)
     listener = listen(options)
     say(f"{trace.name} at {address_of(listener)}/ (Ctrl-C ends)")
-    DrainingServer(uvicorn_config(make_trace_app(trace), options)).run(sockets=[listener])
+    DrainingServer(make_trace_app(trace), options).run(sockets=[listener])

@@ -1,15 +1,15 @@
 """Watcher and Feed: the events of an engine, for the page, a trace file or a test.
 
-The plans are nearly all there is to tell: who computes which tokens and which blocks are whose follows from them
-(`trace.py` shows how). Three hands are involved, so that watching does not slow what is watched:
+Most events are plans: which sequence computes which tokens and which blocks it owns follows from them (`trace.py`
+derives it). The work is split, so that watching does not slow the engine:
 
     engine thread   `planned`, `committed`, ... put a few numbers and a reference to the plan into a queue
-    feed thread     makes one line of JSON of each, once, and hands it to every reader
+    feed thread     makes one line of JSON of each, once, and passes it to every reader
     readers         an EventQueue for an event loop, a TraceFile for a disk (readers.py)
 
-The engine never waits for a reader. If the feed falls behind, or an EventQueue is full, events are dropped and a
-snapshot of the whole state follows. Without readers nothing is queued. Only numbers, sequence ids, request names and
-reasons leave here: no text, no token ids, no sampling parameters.
+The engine never waits for a reader. If the feed is too slow, or an EventQueue is full, events are dropped and a
+snapshot of the whole state follows. Without readers nothing is queued. Events hold only numbers, sequence ids, request
+names and reasons: no text, no token ids, no sampling parameters.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from nanovllm.telemetry.trace import MAX_TEXT
 logger = logging.getLogger("nanovllm")
 
 MAX_QUEUED = 1024  # events between the engine and the feed; a plan of 256 sequences is some 40 kB
-MAX_WAITING = 64  # ids of the line that an event names
+MAX_WAITING = 64  # ids of waiting sequences in an event
 
 
 class Watcher:
-    """Its methods are for the engine's thread: between two steps, or from inside one."""
+    """Its methods are called on the engine's thread, between two steps or inside one."""
 
     def __init__(self, scheduler: Scheduler, request_of: Callable[[int], str]) -> None:
         self._scheduler = scheduler
         self._request_of = request_of
-        self._readers: dict[Reader, bool] = {}  # reader -> stays until the end
+        self._readers: dict[Reader, bool] = {}  # reader -> whether it stays until the engine is closed
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._feed = Feed(self._queue)
         self._started = time.monotonic()
@@ -53,7 +53,7 @@ class Watcher:
     # ---- readers -----------------------------------------------------------------------------------------------
 
     def attach(self, reader: Reader, stays: bool = False) -> None:
-        """A snapshot comes first. `stays`: not to be dismissed, only closed."""
+        """A snapshot comes first. `stays`: `dismiss` does not detach it, only `close` does."""
         if self._closing:
             reader.end()
             return
@@ -61,12 +61,12 @@ class Watcher:
         self._readers[reader] = stays
         self._scheduler.blocks.journal = self._scheduler.blocks.journal or Journal()
         self._queue.put(("attach", reader))
-        self._tell_snapshot(reader)
+        self._queue_snapshot(reader)
 
     def refresh(self, reader: Reader) -> None:
-        """It lost events: a snapshot for this one."""
+        """A snapshot for a reader that has lost events."""
         if reader in self._readers:
-            self._tell_snapshot(reader)
+            self._queue_snapshot(reader)
 
     def detach(self, reader: Reader) -> None:
         if self._readers.pop(reader, None) is not None:
@@ -75,7 +75,7 @@ class Watcher:
             self._scheduler.blocks.journal = None
 
     def dismiss(self) -> None:
-        """No more readers: those that do not stay are sent away."""
+        """Detach all readers that do not stay, and accept no new ones."""
         self._closing = True
         for reader in [reader for reader, stays in self._readers.items() if not stays]:
             self.detach(reader)
@@ -86,80 +86,87 @@ class Watcher:
             self.detach(reader)
         self._feed.stop()
 
-    # ---- what the engine tells ---------------------------------------------------------------------------------
+    # ---- events, called by the engine --------------------------------------------------------------------------
 
     def added(self, seq: Sequence, request_id: str) -> None:
         if self._readers:
-            self._tell("add", seq.seq_id, request_id[:MAX_TEXT], seq.num_prompt, seq.stop.max_tokens)
+            facts = {"id": seq.seq_id, "request": request_id[:MAX_TEXT], "prompt": seq.num_prompt}
+            self._queue_event("add", {**facts, "max_tokens": seq.stop.max_tokens})
 
     def left(self, aborted: list[Sequence]) -> None:
-        """Some may have ended earlier, by themselves; that was told."""
+        """Those that had ended before the abort are in an earlier event."""
         if self._readers:
             pairs = [(seq.seq_id, "abort") for seq in aborted if seq.finish_reason == "abort"]
-            self._tell("left", pairs, self._scheduler.blocks.num_free)
+            self._queue_event("left", pairs, self._scheduler.blocks.num_free)
 
     def planned(self, plan: StepPlan, ended: list[Sequence]) -> None:
-        """Also of an empty plan: making it may have preempted or ended somebody."""
+        """Also after an empty plan: making it may have preempted or ended sequences."""
         if not self._readers:
             return
         published, evicted = self._take_journal()
         pairs = [(seq.seq_id, seq.finish_reason) for seq in ended]
-        scheduler, blocks = self._scheduler, self._scheduler.blocks
-        counts = (blocks.num_free, blocks.num_hits, blocks.num_queries, scheduler.num_preemptions)
-        self._tell("step", plan, pairs, published, evicted, self._line(), len(scheduler.waiting), counts)
+        self._queue_event("step", plan, pairs, published, evicted, {**self._waiting_line(), **self._counts()})
 
     def committed(self, plan: StepPlan, progress: list[Progress], seconds: float) -> None:
         if not self._readers:
             return
         published, _ = self._take_journal()
-        # Read now: by the time the feed comes to it, the next commit may have ended more of them.
+        # Read here: before the feed thread gets the event, the next commit may end more of them.
         pairs = [(moved.seq.seq_id, moved.seq.finish_reason) for moved in progress if moved.seq.finish_reason]
-        self._tell("done", plan.step_id, seconds, progress, pairs, published, self._scheduler.blocks.num_free)
+        self._queue_event("done", plan.step_id, seconds, progress, pairs, published, self._scheduler.blocks.num_free)
 
     def failed(self, step_id: int, why: str) -> None:
         if self._readers:
             self._take_journal()
-            self._tell("failed", step_id, why)
-            self._tell_snapshot()
+            self._queue_event("failed", {"step": step_id, "why": why})
+            self._queue_snapshot()
 
     def forgot_prefixes(self) -> None:
         if self._readers:
-            self._tell_snapshot()
+            self._queue_snapshot()
 
     def policy_changed(self) -> None:
         if self._readers:
-            self._tell("policy", self._scheduler.policy.name, self._line(), len(self._scheduler.waiting))
+            self._queue_event("policy", {"policy": self._scheduler.policy.name, **self._waiting_line()})
 
     def paused(self, is_paused: bool) -> None:
         self.is_paused = is_paused
         if self._readers:
-            self._tell("pause", is_paused)
+            self._queue_event("pause", {"paused": is_paused})
 
-    # ---- on its way --------------------------------------------------------------------------------------------
+    # ---- into the queue ----------------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, *facts: Any) -> None:
-        waiting = self._queue.qsize()
+    def _queue_event(self, kind: str, *facts: Any) -> None:
+        num_queued = self._queue.qsize()
         if self._behind:
-            if waiting <= MAX_QUEUED // 2:
+            if num_queued <= MAX_QUEUED // 2:
                 self._behind = False
-                self._tell_snapshot()  # of the state after this event, so it stands for it too
-        elif waiting >= MAX_QUEUED:
+                self._queue_snapshot()  # of the state after this event, which it replaces
+        elif num_queued >= MAX_QUEUED:
             self._behind = True
         else:
             self._queue.put((kind, time.monotonic() - self._started, None, facts))
 
-    def _tell_snapshot(self, reader: Reader | None = None) -> None:
+    def _queue_snapshot(self, reader: Reader | None = None) -> None:
         """For one reader, or for all."""
         scheduler, blocks = self._scheduler, self._scheduler.blocks
-        line = list(scheduler.waiting)
-        if line and (head := scheduler.waiting.peek(scheduler.step)) is not line[0]:
-            line.remove(head)
-            line.insert(0, head)
-        seqs = [self._describe(seq) for seq in (*scheduler.running, *line)]
-        counts = (blocks.num_free, blocks.num_hits, blocks.num_queries, scheduler.num_preemptions)
-        state = (scheduler.step, scheduler.policy.name, self.is_paused, scheduler.flights, len(line))
-        facts = (state, seqs, blocks.findable(), blocks.held(), counts)
-        self._queue.put(("snapshot", time.monotonic() - self._started, reader, facts))
+        waiting = self._waiting(None)
+        cached, published = blocks.findable()
+        held = blocks.held()
+        state = {
+            "step": scheduler.step,
+            "policy": scheduler.policy.name,
+            "paused": self.is_paused,
+            "flights": scheduler.flights,
+            "num_waiting": len(waiting),
+            "seqs": [self._describe(seq) for seq in (*scheduler.running, *waiting)],
+            "cached": cached,
+            "published": published,
+            "held": list(held),
+            "until": list(held.values()),
+            **self._counts(),
+        }
+        self._queue.put(("snapshot", time.monotonic() - self._started, reader, (state,)))
 
     def _describe(self, seq: Sequence) -> dict[str, Any]:
         return {
@@ -175,12 +182,22 @@ class Watcher:
             "blocks": list(seq.block_table),
         }
 
-    def _line(self) -> list[int]:
+    def _waiting(self, limit: int | None) -> list[Sequence]:
+        """In the order of admission: the sequence that is next because of its age comes first."""
         waiting = self._scheduler.waiting
-        ids = [seq.seq_id for seq in islice(waiting, MAX_WAITING)]
-        if ids and (head := waiting.peek(self._scheduler.step).seq_id) != ids[0]:  # has waited long enough
-            ids = [head, *(seq_id for seq_id in ids if seq_id != head)][:MAX_WAITING]
-        return ids
+        seqs = list(islice(waiting, limit))
+        if seqs and (head := waiting.peek(self._scheduler.step)) is not seqs[0]:
+            seqs = [head, *(seq for seq in seqs if seq is not head)][:limit]
+        return seqs
+
+    def _waiting_line(self) -> dict[str, Any]:
+        ids = [seq.seq_id for seq in self._waiting(MAX_WAITING)]
+        return {"waiting": ids, "num_waiting": len(self._scheduler.waiting)}
+
+    def _counts(self) -> dict[str, int]:
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
+        counts = (blocks.num_free, blocks.num_hits, blocks.num_queries, scheduler.num_preemptions)
+        return dict(zip(("free", "hits", "queries", "preemptions"), counts))
 
     def _take_journal(self) -> tuple[list[int], list[int]]:
         journal = self._scheduler.blocks.journal
@@ -190,12 +207,12 @@ class Watcher:
 
 
 class Feed:
-    """The thread that turns what was told into lines."""
+    """The thread that turns queued events into lines of JSON."""
 
-    def __init__(self, told: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
-        self._queue = told
+    def __init__(self, events: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
+        self._queue = events
         self._thread: threading.Thread | None = None
-        self._readers: dict[Reader, None] = {}  # and all below: touched by the thread only
+        self._readers: dict[Reader, None] = {}  # and all below: used by the thread only
         self._running: set[int] = set()
         self._number = 0
 
@@ -207,7 +224,7 @@ class Feed:
     def stop(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(10)  # a disk that hangs must not hang the engine
+            self._thread.join(10)  # not for ever: a disk may hang
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -223,9 +240,10 @@ class Feed:
 
     def _publish(self, kind: str, t: float, only: Reader | None, facts: tuple[Any, ...]) -> None:
         try:
-            body = getattr(self, f"_{kind}")(*facts)
-        except Exception:  # a fault of ours; the engine has nothing to do with it
-            logger.exception("an event of kind %s could not be told", kind)
+            make = getattr(self, f"_{kind}", dict)  # the facts of a kind without a method are its fields
+            body = make(*facts)
+        except Exception:  # a fault of this file must not end the feed
+            logger.exception("an event of kind %s could not be written", kind)
             return
         if body is None:
             return
@@ -235,28 +253,9 @@ class Feed:
         for reader in self._readers if only is None else [only]:
             reader.put(event)
 
-    def _snapshot(
-        self,
-        state: tuple[Any, ...],
-        seqs: list[dict[str, Any]],
-        findable: tuple[list[int], list[int]],
-        held: dict[int, int],
-        counts: tuple[int, ...],
-    ) -> dict[str, Any]:
-        self._running = {seq["id"] for seq in seqs if seq["status"] == "running"}
-        named = dict(zip(("step", "policy", "paused", "flights", "num_waiting"), state))
-        return {
-            **named,
-            "seqs": seqs,
-            "cached": findable[0],
-            "published": findable[1],
-            "held": list(held),
-            "until": list(held.values()),
-            **_counts(counts),
-        }
-
-    def _add(self, seq_id: int, request: str, num_prompt: int, max_tokens: int) -> dict[str, Any]:
-        return {"id": seq_id, "request": request, "prompt": num_prompt, "max_tokens": max_tokens}
+    def _snapshot(self, state: dict[str, Any]) -> dict[str, Any]:
+        self._running = {seq["id"] for seq in state["seqs"] if seq["status"] == "running"}
+        return state
 
     def _left(self, pairs: list[tuple[int, str]], num_free: int) -> dict[str, Any]:
         self._running.difference_update(seq_id for seq_id, _ in pairs)
@@ -268,20 +267,18 @@ class Feed:
         ended: list[tuple[int, str]],
         published: list[int],
         evicted: list[int],
-        line: list[int],
-        num_waiting: int,
-        counts: tuple[int, ...],
+        counts: dict[str, Any],
     ) -> dict[str, Any] | None:
-        # A departure that nothing else explains is a preemption. Departures told before are no longer in _running.
+        # A departure without another reason is a preemption. Earlier departures are no longer in _running.
         known = {seq_id for seq_id, _ in ended}
         pairs = ended + [(d, "preempted") for d in plan.departures if d in self._running and d not in known]
         self._running.difference_update(seq_id for seq_id, _ in pairs)
         if not plan.entries:
-            return {"type": "left", "left": pairs, "free": counts[0]} if pairs else None
+            return {"type": "left", "left": pairs, "free": counts["free"]} if pairs else None
         arrived = {arrival.seq_id for arrival in plan.arrivals}
         self._running |= arrived
-        # Of most entries the id says all: one more token, behind the last, no new block. Written out, 256 of them made
-        # steps 2 % longer on an H200's host.
+        # For most entries the id is enough: one more token, behind the last, no new block. Written out, 256 of them
+        # made steps 2 % longer on an H200's host.
         entries, decodes = [], []
         for seq_id, start, num_new, first_block, block_ids, samples in plan.entries:
             if block_ids or num_new != 1 or not samples or seq_id in arrived:
@@ -293,14 +290,12 @@ class Feed:
             "k": plan.num_steps,
             "entries": entries,
             "decodes": decodes,
-            # What is not computed was found: a sequence that arrives starts behind its cached tokens.
+            # An arriving sequence starts behind its cached tokens.
             "arrivals": [(seq_id, start) for seq_id, start, *_ in entries if seq_id in arrived] if arrived else [],
             "left": pairs,
             "published": published,
             "evicted": evicted,
-            "waiting": line,
-            "num_waiting": num_waiting,
-            **_counts(counts),
+            **counts,
         }
 
     def _done(
@@ -321,16 +316,3 @@ class Feed:
             "published": published,
             "free": num_free,
         }
-
-    def _failed(self, step_id: int, why: str) -> dict[str, Any]:
-        return {"step": step_id, "why": why}
-
-    def _policy(self, name: str, line: list[int], num_waiting: int) -> dict[str, Any]:
-        return {"policy": name, "waiting": line, "num_waiting": num_waiting}
-
-    def _pause(self, is_paused: bool) -> dict[str, Any]:
-        return {"paused": is_paused}
-
-
-def _counts(counts: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(("free", "hits", "queries", "preemptions"), counts))

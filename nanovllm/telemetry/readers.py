@@ -1,4 +1,4 @@
-"""Readers of the events of `feed.py`: a task of an event loop (EventQueue) or a file (TraceFile). Neither waits."""
+"""Readers of the events of `feed.py`: a task of an event loop (EventQueue) or a file (TraceFile)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reader(Protocol):
 
 
 class EventQueue:
-    """Events for one task of an event loop. Full: it is emptied and `lost`, until a snapshot comes."""
+    """Events for one task of an event loop. A full queue is emptied and `lost` until the next snapshot."""
 
     def __init__(self, limit: int = MAX_UNREAD) -> None:
         self._loop = asyncio.get_running_loop()
@@ -67,7 +67,7 @@ class EventQueue:
         self._wake()
 
     async def take(self, seconds: float) -> list[Event] | None:
-        """All that came, after waiting for at most so long; None: nothing will come any more."""
+        """All new events, after waiting for at most so long; None after the end."""
         # Not asyncio.wait_for: before Python 3.12 it may swallow a cancellation that comes with an event.
         timer = self._loop.call_later(seconds, self._changed.set)
         try:
@@ -75,7 +75,7 @@ class EventQueue:
         finally:
             timer.cancel()
         with self._lock:
-            if not self._ended:  # the end may have come with the last events: nobody will wake the next call
+            if not self._ended:  # after the end nothing sets it again, and the next call must return None at once
                 self._changed.clear()
             events = list(self._events)
             self._events.clear()
@@ -83,7 +83,7 @@ class EventQueue:
 
     def _wake(self) -> None:
         if not self._changed.is_set():
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self._changed.set)
 
 
@@ -96,13 +96,13 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 class TraceFile:
-    """Every event, one a line, after a header. What goes wrong with the disk ends the trace, nothing else."""
+    """Every event, one a line, after a header. An error of the disk ends the trace and nothing else."""
 
     def __init__(self, path: str | Path, header: dict[str, Any]) -> None:
         self._path = path
         self._size = 0
         try:
-            if Path(path).is_file():  # a device or a pipe has nothing to lose
+            if Path(path).is_file():  # writing to a device or a pipe destroys nothing
                 with open(path, "rb") as old:
                     if old.read(len(START)) not in (b"", START):
                         raise ConfigError(f"trace={str(path)!r}: is no trace; it is not overwritten, name another file")
@@ -134,5 +134,5 @@ class TraceFile:
         except OSError as error:
             logger.warning("the trace %s ends here: %s", self._path, error)
             with contextlib.suppress(OSError):
-                self._file.truncate(self._size)  # half a line is no event
+                self._file.truncate(self._size)  # remove a line that was written in part
             self.end()

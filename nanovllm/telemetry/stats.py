@@ -1,4 +1,4 @@
-"""StepStats: what the engine's steps did, counted."""
+"""StepStats: counters of the engine's steps."""
 
 from __future__ import annotations
 

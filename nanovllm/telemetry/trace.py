@@ -1,4 +1,4 @@
-"""Replay: from the events of `watch.py` back to block owners and queues. No torch, no engine.
+"""Replay: from the events of `feed.py` back to block owners and queues. No torch, no engine.
 
     trace = read_trace("run.jsonl")
     replay = Replay(trace.header["num_blocks"])
@@ -6,12 +6,11 @@
         replay.apply(event)             # replay.owners, replay.cached(), replay.seqs, ...
 
 After every event its owners, held, cached and free blocks are those of the engine's BlockManager; a test compares them.
-Two things make that less obvious than it sounds. A block may be shared, so owners are counted. And steps overlap: a
-plan is told before earlier steps are done, so a block given up meanwhile is *held*, neither owned nor free, until the
-newest step that was in flight then has ended.
+A block may be shared, so owners are counted. Steps overlap: the event of a plan may come before earlier steps are done,
+so a block given up meanwhile is *held*, neither owned nor free, until the newest step in flight at that time has ended.
 
-A trace may come from anyone: every line is checked (kind, fields, ranges) and then played, so that one that
-contradicts itself is refused with the number of its line.
+A trace is untrusted input: every line is checked (kind, fields, ranges) and then applied, so that one that contradicts
+those before it is refused with the number of its line.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 from nanovllm.errors import RequestError
 
 FORMAT = 1
-MAX_TRACE_BYTES = 64 * 2**20  # written and read: a browser takes it in, and what was written can be viewed
+MAX_TRACE_BYTES = 64 * 2**20  # written and read, so that what was written can be viewed: a browser loads this much
 MAX_BLOCKS = 2**22
 MAX_NUMBER = 2**53  # what JSON readers agree on
 MAX_TEXT = 1024
@@ -89,34 +88,22 @@ _BLOCKS = _list_of(_block)
 _IDS = _list_of(_count)
 _LEFT = _list_of(_row(_count, _one_of(*REASONS)))
 _COUNTS: dict[str, Check] = {"free": _count, "hits": _count, "queries": _count, "preemptions": _count}
+_SEQ_COUNTS = ("id", "prompt", "max_tokens", "tokens", "computed", "preemptions", "cached")
 _SEQ = _object(
     {
-        "id": _count,
+        **dict.fromkeys(_SEQ_COUNTS, _count),
         "request": _text,
         "status": _one_of("waiting", "running"),
-        "prompt": _count,
-        "max_tokens": _count,
-        "tokens": _count,
-        "computed": _count,
-        "preemptions": _count,
-        "cached": _count,
         "blocks": _BLOCKS,
     }
 )
+_HEADER_COUNTS = ("format", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 HEADER: dict[str, Check] = {
     "type": _one_of("header"),
-    "format": _count,
-    "version": _text,
-    "model": _text,
-    "policy": _text,
     "num_blocks": lambda value, _: _count(value) and 0 < value <= MAX_BLOCKS,
-    "block_size": _count,
-    "max_num_seqs": _count,
-    "max_num_batched_tokens": _count,
-    "max_model_len": _count,
-    "prefix_caching": _flag,
-    "paused": _flag,
-    "device": _text,
+    **dict.fromkeys(_HEADER_COUNTS, _count),
+    **dict.fromkeys(("version", "model", "policy", "device"), _text),
+    **dict.fromkeys(("prefix_caching", "paused"), _flag),
 }
 FIELDS: dict[str, dict[str, Check]] = {
     "snapshot": {
@@ -166,7 +153,7 @@ class SeqState:
     prompt: int
     max_tokens: int
     status: str = "waiting"
-    tokens: int = 0  # known, or sure to be sampled by the steps told so far
+    tokens: int = 0  # known, or sampled by the steps so far
     computed: int = 0
     preemptions: int = 0
     cached: int = 0
@@ -180,11 +167,11 @@ class Replay:
 
     def _forget(self) -> None:
         self.owners: dict[int, int] = {}  # only of blocks that have any
-        self.published: set[int] = set()  # findable: cached if nobody owns it
+        self.published: set[int] = set()  # findable: cached if it has no owner
         self.held: dict[int, int] = {}  # block -> the step that must end first
         self.flights: deque[int] = deque()
         self.seqs: dict[int, SeqState] = {}
-        self.waiting: list[int] = []  # as far as it was told, in the order they would be served
+        self.waiting: list[int] = []  # the first ones, in the order of admission
 
     def cached(self) -> set[int]:
         return {block for block in self.published if block not in self.owners and block not in self.held}
@@ -203,9 +190,9 @@ class Replay:
 
     def _snapshot(self, event: dict[str, Any]) -> None:
         self._forget()
-        for told in event["seqs"]:
-            seq = self.seqs[told["id"]] = SeqState(**{**told, "blocks": []})
-            self._own(seq, told["blocks"])
+        for fields in event["seqs"]:
+            seq = self.seqs[fields["id"]] = SeqState(**{**fields, "blocks": []})
+            self._own(seq, fields["blocks"])
         self.waiting = [seq["id"] for seq in event["seqs"] if seq["status"] == "waiting"]
         self.published = {*event["cached"], *event["published"]}
         _expect(len(event["held"]) == len(event["until"]), "until: not one number for each held block")
@@ -299,7 +286,7 @@ class Trace:
     raw: bytes  # the lines that were checked
 
     def summary(self) -> dict[str, Any]:
-        """A few figures of the whole."""
+        """Figures of the whole trace."""
         kinds = Counter(event["type"] for event in self.events)
         left = Counter(reason for event in self.events for _, reason in event.get("left", ()))
         last = next((e for e in reversed(self.events) if "hits" in e), {"hits": 0, "queries": 0})

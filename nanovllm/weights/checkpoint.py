@@ -1,4 +1,4 @@
-"""What a model on disk offers to the loader, whatever its format.
+"""A model on disk as the loader reads it, whatever its format.
 
 Only safetensors and GGUF are read: both are plain data. Pickle-based formats run code when they are opened and are
 refused, and code that a model folder brings along (`auto_map`, modeling_*.py) is never imported.
@@ -33,7 +33,7 @@ class Checkpoint(Protocol):
     def location(self, name: str) -> Location | None:
         """Where its bytes lie, for readers that stream them. None if they are stored in another form (GGUF)."""
 
-    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """Rows (dim 0) or columns (dim 1) of a tensor, without reading the others where the format allows that."""
 
     def load_tokenizer(self) -> Any:

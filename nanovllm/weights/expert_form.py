@@ -1,6 +1,7 @@
-"""How one layer's experts lie in memory: the sizes of [gate | up | down], dense or low-rank. No torch here.
+"""The sizes of one layer's experts in memory, [gate | up | down], dense or low-rank. No torch here.
 
-A low-rank expert (lowrank/folder.py) is to the kernels an expert of other sizes. With K for the rank of w1 and w3:
+To the kernels a low-rank expert (lowrank/format.py) is an expert of other sizes. K is the SVD rank of w1 and w3, r2
+that of w2:
 
     dense        gate, up [I, H]    down [H, I]       reads x                writes y
     "input"      gate, up [I, K]    down [H, r2]      reads z = x [U1 | U3]  multiplies silu(gate) * up by U2 first
@@ -9,9 +10,9 @@ A low-rank expert (lowrank/folder.py) is to the kernels an expert of other sizes
 What all experts of a layer share is small and stays on the device: u13 = [U1 | U3]^T [2K, H] and u2, as [r2, I] = U2^T
 ("input") or [H, r2] = U2 ("output").
 
-Several ranks of a tensor-parallel engine (another meaning of the word) cut an expert by I, gate and up by rows. Each
-then has I / n of the numbers a = silu(gate) * up, and what follows is linear in them, so it may be computed from a part
-of them and added up over the ranks at the end, once a layer:
+The ranks (processes) of a tensor-parallel engine cut an expert by I, gate and up by rows. Each then has I / n of the
+numbers a = silu(gate) * up, and what follows is linear in them, so it is computed from a part of them and added up over
+the ranks at the end, once a layer:
 
     dense       y  = sum_n down[:, In] a[In]             down is cut by columns
     "output"    y  = U2 (sum_n V2[:, In] a[In])          V2 is cut by columns; r2 numbers a token are added up, then U2
@@ -20,8 +21,8 @@ of them and added up over the ranks at the end, once a layer:
 The last is the price of adding once: cutting V2 too would need U2^T a whole before it, a sum over the ranks for every
 pair (token, expert) and not for every token. z = x [U1 | U3] is computed by all: to cut it would need a sum of its own.
 
-Ranks are rounded up to RANK_STEP with zeros, and K is the larger of two ranks: rows of 16-bit numbers then begin at
-whole 16 bytes, which is what a GPU loads at once, and layers of similar ranks share compiled kernels.
+SVD ranks are rounded up to SVD_RANK_STEP with zeros, and K is the larger of two: rows of 16-bit numbers then begin at
+multiples of 16 bytes, which a GPU loads at once, and layers of similar SVD ranks share compiled kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-RANK_STEP = 8
+SVD_RANK_STEP = 8
 GATE, UP, DOWN = "gate", "up", "down"
 
 
@@ -38,7 +39,7 @@ class ExpertForm:
     hidden: int
     intermediate: int
     columns: int  # K: numbers that gate and up read
-    rank2: int = 0  # 0: dense
+    svd_rank2: int = 0  # 0: dense
     side: str = ""  # of w2: "input", "output"
 
     @classmethod
@@ -52,15 +53,14 @@ class ExpertForm:
     @cached_property
     def parts(self) -> dict[str, tuple[int, int]]:
         """In the order in which they lie."""
-        down = {"": (self.hidden, self.intermediate), "input": (self.hidden, self.rank2)}
+        down = {"": (self.hidden, self.intermediate), "input": (self.hidden, self.svd_rank2)}
         gate = (self.intermediate, self.columns)
-        return {GATE: gate, UP: gate, DOWN: down.get(self.side, (self.rank2, self.intermediate))}
+        return {GATE: gate, UP: gate, DOWN: down.get(self.side, (self.svd_rank2, self.intermediate))}
 
     @cached_property
     def cut_dims(self) -> dict[str, int]:
         """Along which dimension ranks cut what has the intermediate size in it; the rest is whole on each."""
-        after = {"": {DOWN: 1}, "output": {DOWN: 1}, "input": {"u2": 1}}[self.side]
-        return {GATE: 0, UP: 0, **after}
+        return {GATE: 0, UP: 0, "u2" if self.side == "input" else DOWN: 1}
 
     def share(self, num_ranks: int) -> ExpertForm:
         """Of one rank's part of an expert."""
@@ -71,7 +71,7 @@ class ExpertForm:
     def shared(self) -> dict[str, tuple[int, int]]:
         if not self.is_low_rank:
             return {}
-        u2 = (self.rank2, self.intermediate) if self.side == "input" else (self.hidden, self.rank2)
+        u2 = (self.svd_rank2, self.intermediate) if self.side == "input" else (self.hidden, self.svd_rank2)
         return {"u13": (2 * self.columns, self.hidden), "u2": u2}
 
     @property
@@ -93,5 +93,5 @@ class ExpertForm:
         return sum(rows * columns for rows, columns in self.shared.values())
 
 
-def padded(rank: int) -> int:
-    return -(-rank // RANK_STEP) * RANK_STEP
+def round_svd_rank(svd_rank: int) -> int:
+    return -(-svd_rank // SVD_RANK_STEP) * SVD_RANK_STEP

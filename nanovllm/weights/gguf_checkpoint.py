@@ -1,6 +1,6 @@
 """A GGUF file seen as a Hugging Face checkpoint: same tensor names, same config.json shape.
 
-Families: llama, qwen2, qwen3. What the file says about the model is honoured or refused by name, never ignored.
+Families: llama, qwen2, qwen3. Each property in the file is honoured, or refused by name; none is ignored.
 
 Two things differ from the Hugging Face format beyond names:
   - For `llama`, llama.cpp reorders the rows of the query and key projections. Its RoPE turns neighbours (0, 1),
@@ -48,10 +48,11 @@ class _Metadata:
 
     def __init__(self, file: GGUFFile):
         self.values, self.path = file.metadata, file.path
-        self.arch = self.values.get("general.architecture")
-        if not isinstance(self.arch, str) or self.arch not in ARCHITECTURES:
+        arch = self.values.get("general.architecture")
+        if not isinstance(arch, str) or arch not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise ModelError(f"{self.path}: general.architecture is {self.arch!r}; supported in GGUF: {known}.")
+            raise ModelError(f"{self.path}: general.architecture is {arch!r}; supported in GGUF: {known}.")
+        self.arch = arch
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(f"{self.arch}.{key}", default)
@@ -122,7 +123,7 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._stored_name(name)].shape
 
-    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """Blocks of a quantised row cannot be cut anywhere: the tensor is read, the piece is kept."""
         return self.read(name).narrow(dim, start, length)
 
@@ -221,7 +222,7 @@ def build_generation_config(meta: _Metadata) -> dict[str, Any]:
 
 def _rope_scaling(file: GGUFFile, meta: _Metadata, head_dim: int, context_len: int) -> dict[str, Any] | None:
     kind = meta.string("rope.scaling.type", "none")
-    old_factor = meta.number("rope.scale_linear", 1.0)  # how files before 2024 said "linear"
+    old_factor = meta.number("rope.scale_linear", 1.0)  # "linear" in files before 2024
     factor = meta.number("rope.scaling.factor", old_factor)
     if kind == "none" and old_factor != 1.0:
         kind = "linear"

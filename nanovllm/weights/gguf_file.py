@@ -4,7 +4,7 @@ Layout: magic "GGUF" | version u32 | tensor count u64 | metadata count u64 | met
   metadata     key string | type u32 | value;  string = length u64 + UTF-8;  array = type u32 + length u64 + items
   tensor info  name string | dimensions u32 | each dimension u64, fastest first | type u32 | offset u64 into the data
 
-The file comes from strangers, so no number in it is believed: each is checked against the bytes that are really there
+The file comes from strangers, so no number in it is trusted: each is checked against the bytes that are really there
 before anything is allocated, sought or multiplied with it. Any violation is a ModelError that names the file, the field
 and the value. What is allocated is at most a small multiple of the bytes read, because every count is first
 held against the least number of bytes its items could take.
@@ -120,7 +120,7 @@ class GGUFFile:
                 size = file.seek(0, 2)
                 if size < _HEADER_BYTES:
                     raise ModelError(f"{path}: {size} bytes is less than a GGUF header, {_HEADER_BYTES}; get it again.")
-                # A private copy-on-write map: PyTorch wants writable memory, the file stays as it is.
+                # A private copy-on-write map: PyTorch needs writable memory, the file stays as it is.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise ModelError(f"{path}: cannot be read ({error.strerror}).") from error

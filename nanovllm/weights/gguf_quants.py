@@ -166,8 +166,3 @@ def decode(raw: torch.Tensor, kind: TensorType) -> torch.Tensor:
         return raw.clone().view(kind.dtype)  # clone first: a fresh buffer is aligned for any dtype
     assert kind.unpack is not None
     return kind.unpack(raw.view(-1, kind.block_bytes)).flatten()
-
-
-def dequantise(raw: torch.Tensor, kind: TensorType) -> torch.Tensor:
-    """Raw bytes -> a new flat float32 tensor, whatever the type."""
-    return decode(raw, kind).float()

@@ -113,7 +113,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     # Llama 3 was trained with words that are whole tokens taken as they are, even where no merge leads to them.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=pre == _LLAMA3))
     if pre in (_GPT2, _SMOLLM):
-        steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == _SMOLLM else []
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre == _SMOLLM else []
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))  # GPT-2's own pattern
     else:
         pattern = Regex(_WORDS % (3 if pre == _LLAMA3 else 1))

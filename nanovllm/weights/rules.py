@@ -1,9 +1,9 @@
 """Rules: checkpoint names -> parameters of the model, as data.
 
 A rule's source is a pattern over the *whole* name, so no name can match by accident: `{i}` stands for a number,
-`{x:a|b}` for one of the listed words. What a field caught may be used in the target; a field called `part`, or a
-template of that name over several fields ("{e}.gate"), says which of the stacked pieces of the target it fills. A
-target of None drops the tensor on purpose.
+`{x:a|b}` for one of the listed words. The target may use the value of a field; a field called `part`, or a template of
+that name over several fields ("{e}.gate"), names the part of a stacked parameter that is filled. A target of None drops
+the tensor on purpose.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Weights may be absent: such a folder still serves dummy loading. Shards are mapped into memory, so opening costs their
 headers and reading a tensor costs that tensor. Which tensor is in which shard is taken from the shards themselves; the
-index only says which files belong to the model, and must agree with them.
+index only lists which files belong to the model, and must agree with them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SafetensorsFolder:
         self._shards: list[Any] = []  # open files
         self._shard_of: dict[str, Any] = {}  # tensor name -> open file
         self._file_of: dict[str, str] = {}  # tensor name -> file name
-        self._locations: dict[str, dict[str, Location]] = {}  # file name -> its tensors; filled when asked for
+        self._locations: dict[str, dict[str, Location]] = {}  # file name -> its tensors; filled at the first use
         try:
             self._open_shards()
         except BaseException:
@@ -65,7 +65,7 @@ class SafetensorsFolder:
         for name, file_name in weight_map.items():
             if file_of.get(name) != file_name:
                 index = self.path / _INDEX
-                raise ModelError(f"{index}: says that {name} is in {file_name}, but it is not; get the model again.")
+                raise ModelError(f"{index}: lists {name} in {file_name}, where it is not; get the model again.")
 
     def names(self) -> list[str]:
         return list(self._shard_of)
@@ -91,7 +91,7 @@ class SafetensorsFolder:
         except SafetensorError as error:
             raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
 
-    def read_piece(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+    def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         try:
             stored = self._shard(name).get_slice(name)
             return stored[start : start + length] if dim == 0 else stored[:, start : start + length]
@@ -207,7 +207,7 @@ def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer, from its data files only; nothing is fetched and no code of the folder is run."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import, so only here
 
-    options = {"trust_remote_code": False, "local_files_only": True}
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     has_fast = (folder / "tokenizer.json").is_file()
     if not has_fast and not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         raise ModelError(f"{folder}: has no tokenizer (tokenizer.json); put the model's tokenizer files there.")

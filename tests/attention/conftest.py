@@ -1,4 +1,4 @@
-"""No attention library is installed unless a test says so, whatever this machine has."""
+"""No attention library is importable unless a test installs its fake, whatever this machine has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The libraries behind the optional backends, as slow CPU stand-ins with the real signatures.
 
-They compute with `paged_attention_reference` from what they are *given*, and insist on what the real ones insist on, so
-a wrong length, table, alignment or window gives an error or another result.
+They compute with `paged_attention_reference` from their arguments, and assert what the real ones assert, so a wrong
+length, table, alignment or window gives an error or another result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIBRARIES = (
 
 
 def gpu(capability: tuple[int, int] = (9, 0)) -> Any:
-    """As much of a Device as selection asks for."""
+    """The attributes of a Device that selection reads."""
     return SimpleNamespace(
         is_gpu=True,
         capability=capability,
@@ -131,7 +131,7 @@ def varlen_attn(
 
 
 def _dense(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window):
-    """Keys side by side, as torch 2.10 and 2.11 want them: the same as one block for each key."""
+    """Keys side by side, as torch 2.10 and 2.11 take them: the same as one block for each key."""
     assert key.ndim == value.ndim == 3
     assert key.shape == value.shape
     assert query.shape[1] % key.shape[1] == 0

@@ -55,6 +55,16 @@ def tensors(batch: AttentionBatch, spec: AttentionSpec) -> tuple[torch.Tensor, t
     return torch.randn(sum(batch.on_host.query_lens), spec.num_heads, spec.head_dim), k_cache, v_cache
 
 
+def spoil_unused(batch: AttentionBatch, *caches: torch.Tensor, window: int | None = None) -> None:
+    """Every slot that holds no key of the step becomes NaN."""
+    used = torch.zeros(caches[0].shape[:2], dtype=torch.bool)
+    for table, context_len in zip(batch.block_tables, batch.on_host.context_lens):
+        for position in range(max(0, context_len - (window or context_len)), context_len):
+            used[table[position // BLOCK], position % BLOCK] = True
+    for cache in caches:
+        cache[~used] = float("nan")
+
+
 def expected(batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
     return paged_attention_reference(
         *tensors(batch, spec),

@@ -1,9 +1,10 @@
-"""flash, flashinfer and flash1 hand over the right lengths, tables, alignment and window (fakes.py says to whom)."""
+"""flash, flashinfer and flash1 hand over the right lengths, tables, alignment and window (to the fakes of fakes.py)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import flash1_backend, flash_backend
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.attention.flash1_backend import Flash1Backend, pieces
+from nanovllm.attention.flash1_backend import Flash1Backend
 from nanovllm.attention.flash_backend import FlashBackend, Kernels, find_kernels
 from nanovllm.attention.flashinfer_backend import FlashInferBackend
-from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.attention.sdpa import SdpaBackend, runs
 from tests.attention import fakes
-from tests.attention.steps import BLOCK, STEPS, expected, make_batch, tensors
+from tests.attention.steps import BLOCK, STEPS, expected, make_batch, spoil_unused, tensors
 from tests.tiny_models import TinyModel
 
 
@@ -33,16 +34,12 @@ def use_flash2(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.install(monkeypatch, "flash_attn", __version__="2.8.3", flash_attn_varlen_func=fakes.flash_attn_varlen_func)
 
 
-def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.varlen_attn)
+def use_torch(monkeypatch: pytest.MonkeyPatch, varlen_attn: Any = fakes.varlen_attn) -> None:
+    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=varlen_attn)
 
 
-def use_torch_2_10(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.varlen_attn_2_10)
-
-
-def use_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes.install(monkeypatch, "torch.nn.attention.varlen", varlen_attn=fakes.varlen_attn_2_11)
+use_torch_2_10 = partial(use_torch, varlen_attn=fakes.varlen_attn_2_10)
+use_torch_2_11 = partial(use_torch, varlen_attn=fakes.varlen_attn_2_11)
 
 
 def use_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,12 +117,7 @@ def test_gathering_reads_no_slot_but_its_own(monkeypatch: pytest.MonkeyPatch) ->
     spec, batch = AttentionSpec(4, 2, 8, torch.float32), make_batch(STEPS["mixed"])
     q, k_cache, v_cache = tensors(batch, spec)
     clean = FlashBackend().attend(q, k_cache, v_cache, batch, spec)
-    used = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
-    for table, context_len in zip(batch.block_tables, batch.on_host.context_lens):
-        for position in range(context_len):
-            used[table[position // BLOCK], position % BLOCK] = True
-    for cache in (k_cache, v_cache):
-        cache[~used] = float("nan")
+    spoil_unused(batch, k_cache, v_cache)
     batch = make_batch(STEPS["mixed"])
     assert torch.equal(FlashBackend().attend(q, k_cache, v_cache, batch, spec), clean)
 
@@ -152,17 +144,8 @@ def test_flash1_gathers_in_pieces(monkeypatch: pytest.MonkeyPatch, most: int) ->
     use_flash1(monkeypatch)
     monkeypatch.setattr(flash1_backend, "MAX_GATHERED", most)
     lens = [17, 17, 16, 50]
-    found = list(pieces([0, 1, 2, 3], lens))
-    assert [i for piece in found for i in piece] == [0, 1, 2, 3]
-    assert (
-        found
-        == {
-            1: [[0], [1], [2], [3]],
-            33: [[0], [1, 2], [3]],
-            34: [[0, 1], [2], [3]],
-            1000: [[0, 1, 2, 3]],
-        }[most]
-    )
+    lasts = {1: [1, 2, 3, 4], 33: [1, 3, 4], 34: [2, 3, 4], 1000: [4]}[most]
+    assert list(runs(lens, most)) == [slice(*pair) for pair in zip([0, *lasts], lasts)]
     spec = AttentionSpec(4, 2, 8, torch.float32)
     batch = make_batch([(1, n) for n in lens] + [(n, n) for n in lens])
     got = Flash1Backend().attend(*tensors(batch, spec), batch, spec)

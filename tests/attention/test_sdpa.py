@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.attention import flash_backend, sdpa
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.attention.sdpa import SdpaBackend, SdpaMathBackend, padded_decodes
-from tests.attention.steps import BLOCK, STEPS, expected, make_batch, tensors
+from tests.attention.steps import BLOCK, STEPS, expected, make_batch, spoil_unused, tensors
 
 both = pytest.mark.parametrize("backend", [SdpaBackend(), SdpaMathBackend()], ids=["sdpa", "sdpa.math"])
 each_window = pytest.mark.parametrize("window", [None, 1, 15, 16, 17])
@@ -67,16 +67,11 @@ def test_no_gathered_buffer_exceeds_its_budget(monkeypatch: pytest.MonkeyPatch, 
 
 @each_window
 def test_a_padded_decode_reads_no_slot_of_others(window: int | None) -> None:
-    """What lies beyond a sequence's end is another's, or its ghost: a NaN there must not come through the mask."""
+    """A NaN in a slot beyond a sequence's end, which another sequence uses or has used, must not pass the mask."""
     spec, batch = replace(SPEC, window=window), decodes([n for n in LENS if n])
     q, k_cache, v_cache = tensors(batch, spec)
     clean = SdpaBackend()._decode_padded(q, k_cache, v_cache, batch, spec)
-    used = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
-    for table, context_len in zip(batch.block_tables, batch.on_host.context_lens):
-        for position in range(max(0, context_len - (window or context_len)), context_len):
-            used[table[position // BLOCK], position % BLOCK] = True
-    for cache in (k_cache, v_cache):
-        cache[~used] = float("nan")
+    spoil_unused(batch, k_cache, v_cache, window=window)
     assert torch.equal(SdpaBackend()._decode_padded(q, k_cache, v_cache, batch, spec), clean)
 
 
@@ -125,7 +120,7 @@ def test_indices_of_gathered_keys_do_not_wait_for_the_device(monkeypatch: pytest
     assert sum(len(piece.slots) for piece in pieces) == sum(batch.on_host.context_lens)
 
 
-def test_the_watchman_is_awake() -> None:
+def test_waiting_for_the_device_is_detected() -> None:
     with NoHostSync():
         for waits in (
             lambda: torch.ones(1).item(),
@@ -183,27 +178,16 @@ def calls_on(device: str, lens: list[tuple[int, int]], monkeypatch: pytest.Monke
         calls.append((len(q), q.shape[1], q.shape[2], q.shape[1] != keys.shape[1]))
         return original(self, q, keys, *args, **kwargs)
 
-    monkeypatch.setattr(SdpaBackend, "_sdpa", counted)
     q = torch.empty(sum(batch.on_host.query_lens), 6, 8, device=device)
     caches = [torch.empty(64, BLOCK, 2, 8, device=device) for _ in range(2)]
-    assert SdpaBackend().attend(q, *caches, batch, SPEC).shape == q.shape
+    with monkeypatch.context() as patch:
+        patch.setattr(SdpaBackend, "_sdpa", counted)
+        assert SdpaBackend().attend(q, *caches, batch, SPEC).shape == q.shape
     return calls
 
 
-def test_a_gpu_gets_one_call_for_all_decodes_and_no_shared_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixed = [(1, 40), (1, 16), (1, 7), (5, 21), (18, 18)]
+def test_a_gpu_gets_one_call_for_all_decodes_and_a_cpu_one_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed, decode = [(1, 40), (1, 16), (1, 7), (5, 21), (18, 18)], (1, 2, 3, False)
     assert calls_on("meta", mixed, monkeypatch) == [(3, 2, 3, False), (2, 3, 5, False), (2, 3, 18, False)]
-
-
-def test_one_decode_on_a_gpu_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert calls_on("meta", [(1, 40)], monkeypatch) == [(1, 2, 3, False)]
-
-
-def test_a_cpu_gets_a_call_for_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixed = [(1, 40), (1, 16), (5, 21), (18, 18)]
-    assert calls_on("cpu", mixed, monkeypatch) == [
-        (1, 2, 3, False),
-        (1, 2, 3, False),
-        (1, 6, 5, True),
-        (1, 6, 18, True),
-    ]
+    assert calls_on("meta", [(1, 40)], monkeypatch) == [decode], "one decode alone is not padded"
+    assert calls_on("cpu", mixed, monkeypatch) == [decode, decode, decode, (1, 6, 5, True), (1, 6, 18, True)]

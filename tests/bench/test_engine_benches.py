@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.bench import compare_hf, report
+from nanovllm.bench import compare_hf
 from nanovllm.bench.workload import Lengths, WorkloadShape
 from nanovllm.errors import ModelError
 from tests.cli.runner import SMALL, Run
@@ -109,14 +109,6 @@ def test_bad_length(run: Run, args: Any) -> None:
     assert "9..3" in result.err
 
 
-def test_plot_without_matplotlib_is_refused_first(run: Run, args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    result = run("bench", "throughput", *args, "--plot", "out.png")
-    assert result.code == 2
-    assert "pip install 'nano-vllm[plot]'" in result.err
-    assert result.out == ""
-
-
 def test_plot(run: Run, args: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "out.png"
@@ -125,33 +117,21 @@ def test_plot(run: Run, args: Any, tmp_path: Path) -> None:
 
 
 def test_family_script(llama: TinyModel) -> None:
-    """bench.py with two backends: a line for each that names what really ran, then JSON."""
+    """bench.py with two backends and two lengths: a line for each that names what really ran, then JSON."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench.py"), "--model", str(llama.path), "--device", "cpu", "--num-seqs", "3",
-         "--input-len", "8..20", "--output-len", "5", "--load-format", "dummy", "--attn-backend", "sdpa", "sdpa.math"],
+        [sys.executable, str(ROOT / "bench.py"), "--model-path", str(llama.path), "--device", "cpu", "--num-seqs", "3",
+         "--input-lens", "8", "16..20", "--output-len", "5", "--load-format", "dummy", "--attn-backend", "sdpa",
+         "sdpa.math"],
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    first, second, last = done.stdout.splitlines()
-    assert first.startswith("Total: 15tok, Time: ")
-    assert first.endswith("Backend: sdpa")
-    assert second.endswith("Backend: sdpa.math")
+    *lines, last = done.stdout.splitlines()
+    assert all(line.startswith("Total: 15tok, Time: ") for line in lines)
+    names = [("sdpa", "8"), ("sdpa", "16..20"), ("sdpa.math", "8"), ("sdpa.math", "16..20")]
+    assert [line.partition("Backend: ")[2] for line in lines] == [f"{name}, Input: {size}" for name, size in names]
     report = json.loads(last)
     assert report["benchmark"] == "main"
-    assert [row["attn_backend"] for row in report["results"]] == ["sdpa", "sdpa.math"]
-
-
-def test_family_script_with_several_lengths(llama: TinyModel) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench.py"), "--model-path", str(llama.path), "--device", "cpu", "--num-seqs", "2",
-         "--input-lens", "8", "16..20", "--output-len", "5", "--load-format", "dummy", "--attn-backend", "sdpa"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-    first, second, last = done.stdout.splitlines()
-    assert first.endswith("Backend: sdpa, Input: 8")
-    assert second.endswith("Backend: sdpa, Input: 16..20")
-    report = json.loads(last)
-    assert [row["input_len"] for row in report["results"]] == ["8", "16..20"]
-    assert report["results"][0]["prompt_tokens"] == 16
+    assert [(row["attn_backend"], row["input_len"]) for row in report["results"]] == names
+    assert report["results"][0]["prompt_tokens"] == 24
     assert report["workload"]["input_len"] == "8,16..20"
 
 

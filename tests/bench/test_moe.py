@@ -138,7 +138,7 @@ def test_one_engine_is_as_good_as_many(dummy_mixtral: EngineConfig) -> None:
         _, rows = lab.measure_offload(sweep, 0, None, engine_for)
     for row in rows:
         with LLMEngine(lab.offload_config(dummy_mixtral, model, row["cached"], row["variant"])) as engine:
-            lab.spread_routers(engine, dummy_mixtral.seed)
+            engine.executor.probe().spread_routing(dummy_mixtral.seed)
             fresh, _ = lab.measure_decode(engine, sweep, 0, None)
             opened = engine.executor.describe()["experts"]
         timed = ("tokens_per_second",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from nanovllm import LLM
 from nanovllm.bench.named import CEILINGS, count_touched, limit_seconds, parse_workload
 from nanovllm.bench.workload import Workload
 from nanovllm.errors import ConfigError
+from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "benchmarks/models"
-PARAMETERS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "mixtral-8x7b": 46_702_792_704}
 TINY_MIXTRAL = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
 
 
@@ -56,9 +57,16 @@ def test_limits_are_the_published_ones(model: str, name: str, limit: float) -> N
     config = ModelConfig.from_hf(json.loads((MODELS / model / "config.json").read_text()))
     workload, is_prefill = parse_workload(name)
     tokens = workload.num_prompt_tokens if is_prefill else workload.num_output_tokens
-    found = tokens / limit_seconds(workload, config, PARAMETERS[model], CEILINGS["NVIDIA H200"])
+    found = tokens / limit_seconds(workload, ModelFacts(config), CEILINGS["NVIDIA H200"])
     # Of Mixtral's prompts the published limit also has the head's product for every token, which nobody needs.
     assert found == pytest.approx(limit, rel=0.015 if is_prefill and config.moe else 0.005)
+
+
+def test_two_ranks_read_half_each() -> None:
+    whole = ModelFacts(ModelConfig.from_hf(json.loads((MODELS / "qwen3-8b/config.json").read_text())))
+    workload, _ = parse_workload("8x512")
+    one, two = (limit_seconds(workload, replace(whole, num_ranks=n), CEILINGS["NVIDIA H200"]) for n in (1, 2))
+    assert two == pytest.approx(one / 2, rel=0.001)
 
 
 @pytest.mark.parametrize("name", ["", "64", "x512", "64x", "decode 1x2", "main2"])
@@ -67,7 +75,9 @@ def test_a_typo_is_told(name: str) -> None:
         parse_workload(name)
 
 
-def test_experts_touched_are_counted_and_the_model_is_left_as_it_was(make_llm: Callable[..., LLM]) -> None:
+def test_experts_touched_are_counted_and_the_model_is_left_as_it_was(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One sequence touches top_k = 2 of 8 experts a layer; eight touch more; then nothing counts any more."""
     engine = make_llm(TINY_MIXTRAL).engine
     route = [layer.mlp.ops.route for layer in engine.executor.runner.model.layers]
@@ -77,3 +87,6 @@ def test_experts_touched_are_counted_and_the_model_is_left_as_it_was(make_llm: C
     assert one == 2
     assert 2 < many <= 8
     assert [layer.mlp.ops.route for layer in engine.executor.runner.model.layers] == route
+    elsewhere = replace(engine.executor.probe(), _runner=None)  # as with ray: nothing of the model is in this process
+    monkeypatch.setattr(engine.executor, "probe", lambda: elsewhere)
+    assert count_touched(engine, Workload(prompts[:1], [2]), 0.6) is None

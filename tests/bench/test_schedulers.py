@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.bench.schedulers import SimulatedMachine, TrafficShape, simulate
+from nanovllm.bench.schedulers import SimulatedMachine, TrafficShape
 from tests.cli.runner import SMALL, Run
 from tests.tiny_models import TinyModel
 
@@ -17,18 +17,16 @@ def test_order_of_the_policies(seed: int) -> None:
     jobs = TrafficShape().jobs(seed)
     longs = [index for index, job in enumerate(jobs) if job.is_long]
     patience = 8
-    fcfs = simulate(jobs, SimulatedMachine(), "fcfs", None)
-    sjf = simulate(jobs, SimulatedMachine(), "sjf", None)
-    aged = simulate(jobs, SimulatedMachine(), "sjf", patience)
+    fcfs = SimulatedMachine().run(jobs, "fcfs", None)
+    sjf = SimulatedMachine().run(jobs, "sjf", None)
+    aged = SimulatedMachine().run(jobs, "sjf", patience)
 
     def mean(values: dict[int, float]) -> float:
         return sum(values.values()) / len(values)
 
     assert mean(sjf.first_token) < mean(fcfs.first_token)
     # With more patience aging costs less: the default lies between the two.
-    assert (
-        mean(sjf.first_token) < mean(simulate(jobs, SimulatedMachine(), "sjf", 64).first_token) < mean(fcfs.first_token)
-    )
+    assert mean(sjf.first_token) < mean(SimulatedMachine().run(jobs, "sjf", 64).first_token) < mean(fcfs.first_token)
     assert max(fcfs.steps_passed.values()) == 0
     assert max(sjf.steps_passed.values()) > patience  # else this trace proves nothing about aging
     assert max(aged.steps_passed.values()) <= patience
@@ -39,9 +37,9 @@ def test_order_of_the_policies(seed: int) -> None:
 
 
 def test_simulation_repeats() -> None:
-    runs = [simulate(TrafficShape(2, 20).jobs(3), SimulatedMachine(), "sjf", 8) for _ in range(2)]
+    runs = [SimulatedMachine().run(TrafficShape(2, 20).jobs(3), "sjf", 8) for _ in range(2)]
     assert runs[0] == runs[1]
-    assert runs[0] != simulate(TrafficShape(2, 20).jobs(4), SimulatedMachine(), "sjf", 8)
+    assert runs[0] != SimulatedMachine().run(TrafficShape(2, 20).jobs(4), "sjf", 8)
 
 
 def test_command(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 
 from nanovllm.bench.serve import Load, Seen, ServerUnderTest, measure
-from nanovllm.bench.workload import Lengths
 from nanovllm.errors import ConfigError
 from tests.cli.runner import Run, make_runner
 from tests.server.rig import Running, running
@@ -23,8 +23,8 @@ BASE: dict[str, Any] = {
     "num_requests": 12,
     "rate": 50.0,
     "arrivals": "fixed",
-    "input_len": Lengths(8, 20),
-    "output_len": Lengths(6, 6),
+    "input_len": "8..20",
+    "output_len": "6",
     "vocab_size": 300,
 }
 
@@ -62,7 +62,7 @@ def test_prompts_share_prefixes(tmp_path: Path) -> None:
     assert len({tuple(prompt[10:14]) for prompt in prompts}) > 30
     file = tmp_path / "text"
     file.write_text("one two three four")
-    [text] = Load(**{**BASE, "num_requests": 1, "input_len": Lengths(6, 6), "text": file}).prompts(random.Random(0))
+    [text] = Load(**{**BASE, "num_requests": 1, "input_len": "6", "text": str(file)}).prompts(random.Random(0))
     assert len(text.split()) == 6
     assert set(text.split()) <= {"one", "two", "three", "four"}
 
@@ -73,29 +73,32 @@ def test_times_of_one_request() -> None:
 
 
 def test_measure(server: Running) -> None:
-    load = Load(**{**BASE, "prefix_len": 32})
-    found, good = measure(ServerUnderTest(server.url, server.model), load, 0, {"ttft": 30.0, "e2e": 1e-9})
+    load = Load(**{**BASE, "url": server.url, "prefix_len": 32, "slo_ttft_ms": 30_000.0, "slo_e2e_ms": 1e-6})
+    found, good = measure(ServerUnderTest.of(load), load)
     assert (found["completed"], found["failed"], found["errors"]) == (12, 0, {})
     assert {one.num_tokens for one in good} == {6}
     assert found["output_tokens_per_second"] == pytest.approx(72 / found["seconds"])
     assert found["seconds"] >= 11 / 50
     assert found["ttft"]["mean"] < found["e2e"]["mean"]
     assert found["goodput"]["share"] == 0
-    assert measure(ServerUnderTest(server.url, server.model), load, 0, {"e2e": 30.0})[0]["goodput"]["share"] == 1
+    met = replace(load, slo_e2e_ms=30_000.0)
+    assert measure(ServerUnderTest.of(met), met)[0]["goodput"]["share"] == 1
     assert server.engine.scheduler.blocks.num_hits > 0
 
 
 def test_failures_are_counted_not_hidden(server: Running) -> None:
-    load = Load(**{**BASE, "input_len": Lengths(150, 170)})  # max_model_len is 160: some of them fit
+    load = Load(
+        **{**BASE, "url": server.url, "seed": 3, "input_len": "150..170"}
+    )  # max_model_len is 160: some of them fit
     rng = random.Random(3)
     fits = [len(prompt) + 6 <= 160 for prompt in load.prompts(rng)]
     assert any(fits)
     assert not all(fits)
     if not fits[0]:
         with pytest.raises(ConfigError, match="first request"):
-            measure(ServerUnderTest(server.url, server.model), load, 3, {})
+            measure(ServerUnderTest.of(load), load)
     else:
-        found, _ = measure(ServerUnderTest(server.url, server.model), load, 3, {})
+        found, _ = measure(ServerUnderTest.of(load), load)
         assert (found["completed"], found["failed"]) == (sum(fits), 12 - sum(fits))
         assert "max_model_len" in next(iter(found["errors"]))
 

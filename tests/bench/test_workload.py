@@ -9,15 +9,6 @@ from nanovllm.bench.workload import Lengths, make_workload
 from nanovllm.errors import ConfigError
 
 
-def test_main_is_the_familys() -> None:
-    """The totals that every published figure of this workload counts."""
-    lengths = Lengths.parse("1024", lowest_of_max=100)
-    workload = make_workload(random.Random(0), 256, lengths, lengths, vocab_size=151_936)
-    assert workload.num_prompt_tokens == 142_827
-    assert workload.num_output_tokens == 133_966
-    assert max(map(max, workload.prompts)) == 10_000
-
-
 def test_small_vocabulary() -> None:
     workload = make_workload(random.Random(0), 50, Lengths(1, 40), Lengths(1, 2), vocab_size=17)
     assert max(map(max, workload.prompts)) == 16

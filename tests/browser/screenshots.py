@@ -43,9 +43,9 @@ def chat(page: Any) -> None:
 
 def work(page: Any) -> None:
     """What the button sends, once it is well under way."""
-    began = page.evaluate("nanovllm.telemetry.trace.lastStep")
+    began = page.evaluate("nanovllm.engine.replay.lastStep")
     page.click("[data-role=work]")
-    while page.evaluate("nanovllm.telemetry.trace.lastStep") < began + STEPS:
+    while page.evaluate("nanovllm.engine.replay.lastStep") < began + STEPS:
         page.wait_for_timeout(50)
     page.click("[data-queue=running] li:nth-child(2) button")
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.browser.test_chat import MARKDOWN, is_idle, pretend
-from tests.browser.test_engine_tab import load
-from tests.browser.watched import Watched
+from tests.browser.watched import Watched, load, stopped_at_work
 from tests.server.rig import Running, until
 
 REACHED = """() => { const e = document.activeElement;
@@ -47,19 +46,12 @@ def test_axe_finds_nothing(
     page.until(lambda: is_idle(page))
     page.page.locator(".message.user [data-act=edit]").click()
     assert violations(page) == []
-    server.post("/engine/control", {"action": "pause"})
-    thread = load(server, seed=6, count=12)
-    until(lambda: len(server.engine.scheduler.waiting) == 12)
-    for _ in range(6):
-        server.post("/engine/control", {"action": "step"})
-    page.watch_engine()
-    page.until(lambda: page.page.locator(".strip li").count() > 0)
-    page.page.evaluate("nanovllm.engine.controls.bars.begin()")
-    assert page.find("tour").is_visible()
-    assert violations(page) == []
-    server.post("/engine/control", {"action": "resume"})
-    thread.join(60)
-    until(server.is_empty)
+    with stopped_at_work(server, seed=6, count=12, steps=6):
+        page.watch_engine()
+        page.until(lambda: page.page.locator(".strip li").count() > 0)
+        page.page.evaluate("nanovllm.engine.controls.bars.begin()")
+        assert page.find("tour").is_visible()
+        assert violations(page) == []
 
 
 def tab_to(page: Watched, wanted: str, most: int = 80) -> None:
@@ -96,7 +88,6 @@ def test_the_keyboard_alone(page: Watched, server: Running) -> None:
     keys.press("Enter")
     page.page.wait_for_selector("[data-role=step]:enabled")
     thread = load(server, seed=7, count=5)
-    until(lambda: len(server.engine.scheduler.waiting) == 5)
     tab_to(page, "step")
     for count in range(4):
         before = page.state()["step"]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tests.browser.watched import Watched
+from tests.browser.watched import Watched, control
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 
@@ -37,17 +37,17 @@ def set_number(page: Watched, name: str, value: str) -> None:
 def test_an_answer_streams_in_and_survives_a_reload(page: Watched, server: Running) -> None:
     set_number(page, "temperature", "0")
     set_number(page, "max_tokens", "24")
-    server.post("/engine/control", {"action": "pause"})
+    control(server, "pause")
     ask(page)
     page.until(lambda: len(server.engine.scheduler.waiting) == 1)
     seen = []
     for _ in range(14):  # a step at a time: what is there after each can only have been streamed
-        server.post("/engine/control", {"action": "step"})
+        control(server, "step")
         page.page.wait_for_timeout(40)
         seen.append(answer(page).locator(".text").inner_text())
     assert len(set(seen)) > 2, seen
     assert not is_idle(page)
-    server.post("/engine/control", {"action": "resume"})
+    control(server, "resume")
     page.until(lambda: is_idle(page))
     whole = answer(page).locator(".text").inner_text()
     assert len(whole) > len(seen[-1])
@@ -56,25 +56,23 @@ def test_an_answer_streams_in_and_survives_a_reload(page: Watched, server: Runni
     assert "tokens/s" in figures
     assert "first after" in figures
 
-    page.page.reload()
-    page.page.wait_for_selector("html[data-started]")
+    page.reload()
     assert answer(page).locator(".text").inner_text() == whole
     assert page.page.locator(".message.user .text").inner_text() == PROMPT
     assert page.page.input_value("[name=max_tokens]") == "24"
     page.find("clear").click()
-    page.page.reload()
-    page.page.wait_for_selector("html[data-started]")
+    page.reload()
     assert page.page.locator(".message").count() == 0
     assert page.find("empty").is_visible()
 
 
 def test_stop_ends_the_request_and_frees_its_blocks(page: Watched, server: Running) -> None:
     until(server.is_empty)
-    server.post("/engine/control", {"action": "pause"})
+    control(server, "pause")
     ask(page)
     page.until(lambda: len(server.engine.scheduler.waiting) == 1)
     for _ in range(4):
-        server.post("/engine/control", {"action": "step"})
+        control(server, "step")
     assert server.engine.scheduler.blocks.num_used > 0
     assert page.find("send").inner_text() == "Stop"
     page.find("send").click()
@@ -252,8 +250,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(open_page: Callable[..., Watched
         ask(page)
         page.until(lambda: is_idle(page) and "tokens/s" in answer(page).inner_text())
         page.watch_engine()
-        page.page.reload()  # the same tab: not asked again
-        page.page.wait_for_selector("html[data-started]")
+        page.reload()  # the same tab: not asked again
         assert "open sesame" not in page.page.evaluate("JSON.stringify(localStorage)")
         page.page.evaluate("sessionStorage.clear()")
         page.page.reload()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.browser.test_chat import answer, ask, is_idle, pretend, set_number, stream
-from tests.browser.watched import Watched
+from tests.browser.watched import Watched, control
 from tests.server.rig import Running, until
 
 
@@ -88,8 +88,7 @@ def test_clear_is_away_from_send_and_can_be_undone(page: Watched) -> None:
     page.find("clear").click()
     talk(page, ("two", "second"))  # who goes on has nothing to undo
     assert not page.find("undo").is_visible()
-    page.page.reload()
-    page.page.wait_for_selector("html[data-started]")
+    page.reload()
     assert texts(page) == ["two", "second"]
 
 
@@ -108,8 +107,7 @@ def test_two_tabs_do_not_overwrite_each_other(page: Watched, server: Running) ->
     talk(other, ("four", "fourth"))
     for one, wanted in ((page, ["one", "first", "three", "third"]), (other, ["four", "fourth"])):
         assert texts(one) == wanted
-        one.page.reload()
-        one.page.wait_for_selector("html[data-started]")
+        one.reload()
         assert texts(one) == wanted
     # A duplicated tab has a copy of the session's storage, too.
     copied = tab(server.url)
@@ -117,28 +115,25 @@ def test_two_tabs_do_not_overwrite_each_other(page: Watched, server: Running) ->
         "(id) => sessionStorage.setItem('nanovllm.conversation', id)",
         page.page.evaluate("nanovllm.chat.conversation.id"),
     )
-    copied.page.reload()
-    copied.page.wait_for_selector("html[data-started]")
+    copied.reload()
     talk(copied, ("five", "fifth"))
     talk(page, ("six", "sixth"))
     for one, last in ((page, "sixth"), (copied, "fifth")):
-        one.page.reload()
-        one.page.wait_for_selector("html[data-started]")
+        one.reload()
         assert texts(one) == ["one", "first", "three", "third", {"sixth": "six", "fifth": "five"}[last], last]
         one.check()
 
 
 def test_a_reload_in_the_middle_of_an_answer(page: Watched, server: Running) -> None:
-    server.post("/engine/control", {"action": "pause"})
+    control(server, "pause")
     ask(page)
     until(lambda: len(server.engine.scheduler.waiting) == 1)
     for _ in range(6):
-        server.post("/engine/control", {"action": "step"})
+        control(server, "step")
     page.until(lambda: texts(page)[-1])
     begun = texts(page)[-1]
-    page.page.reload()
-    page.page.wait_for_selector("html[data-started]")
-    server.post("/engine/control", {"action": "resume"})
+    page.reload()
+    control(server, "resume")
     until(server.is_empty)  # it does not go on
     assert texts(page)[-1].startswith(begun)
     assert "not complete when this page was loaded" in answer(page).locator("footer").inner_text()
@@ -238,8 +233,7 @@ def test_the_server_s_defaults_hold_until_they_are_changed(open_page: Callable[.
 
     page = open_page(server.url)
     page.page.route("**/engine/info", with_defaults)
-    page.page.reload()
-    page.page.wait_for_selector("html[data-started]")
+    page.reload()
     assert page.page.locator("[data-of=temperature]").inner_text() == "0.6 (default)"
     assert page.page.locator("[data-of=top_p]").inner_text() == "1 (default)"
     assert page.page.get_attribute("[name=top_k]", "placeholder") == "20"
@@ -252,8 +246,7 @@ def test_the_server_s_defaults_hold_until_they_are_changed(open_page: Callable[.
     body = sent(page, lambda: ask(page))
     assert (body["temperature"], body["top_k"]) == (0.61, 0)
     assert not {"top_p", "max_tokens", "seed"} & body.keys()
-    page.page.reload()
-    page.page.wait_for_selector("html[data-started]")
+    page.reload()
     assert page.page.locator("[data-of=temperature]").inner_text() == "0.61"
     page.page.focus("[name=temperature]")
     page.page.keyboard.press("ArrowLeft")  # back where it was: unchanged

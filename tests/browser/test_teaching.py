@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.test_engine_tab import load
-from tests.browser.watched import Watched
+from tests.browser.watched import Watched, control, stopped_at_work
 from tests.server.rig import Running, until
 
 # An engine with as many blocks as scripts/demo.sh --serve has on a laptop; tables: id -> blocks
@@ -107,16 +106,9 @@ def test_an_idle_engine_makes_no_tokens(page: Watched, server: Running) -> None:
     page.watch_engine()
     rate = page.page.locator("[data-plot=rate] output")
     page.until(lambda: rate.inner_text() == "0")
-    server.post("/engine/control", {"action": "pause"})
-    thread = load(server, seed=5, count=4)
-    until(lambda: len(server.engine.scheduler.waiting) == 4)
-    for _ in range(3):
-        server.post("/engine/control", {"action": "step"})
-    page.until(lambda: page.page.evaluate("nanovllm.engine.history.series.rate.at(-1)") > 0)
-    page.until(lambda: rate.inner_text() == "0")  # paused
-    server.post("/engine/control", {"action": "resume"})
-    thread.join(60)
-    until(server.is_empty)
+    with stopped_at_work(server, seed=5, count=4, steps=3):
+        page.until(lambda: page.page.evaluate("nanovllm.engine.history.series.rate.at(-1)") > 0)
+        page.until(lambda: rate.inner_text() == "0")  # paused
     page.until(lambda: page.page.evaluate("nanovllm.engine.history.series.rate.at(-1)") > 0)
     page.until(lambda: rate.inner_text() == "0")
 
@@ -151,42 +143,37 @@ def test_nothing_jumps_when_the_lines_change(open_page: Callable[..., Watched], 
 def test_the_strip_is_the_block_table_of_the_engine(page: Watched, server: Running) -> None:
     page.watch_engine()
     assert page.find("strip-none").is_visible()
-    server.post("/engine/control", {"action": "pause"})
-    thread = load(server, seed=1)
-    until(lambda: len(server.engine.scheduler.waiting) == 16)
-    shared = partial = 0
-    for _ in range(6):
-        step = page.state()["step"]
-        for _ in range(3):
-            server.post("/engine/control", {"action": "step"})
-        page.until(lambda step=step: page.state()["step"] == step + 3)
-        owners: dict[int, int] = {}
-        for seq in server.engine.scheduler.running:
-            for block in seq.block_table:
-                owners[block] = owners.get(block, 0) + 1
-        for seq in server.engine.scheduler.running:
-            name = page.page.get_by_text(f"#{seq.seq_id}", exact=True)
-            row = page.page.locator("[data-queue=running] button", has=name)
-            row.click()
-            page.until(lambda seq=seq: page.find("strip-name").inner_text() == f"#{seq.seq_id}")
-            wanted = [
-                [index, block, owners[block], max(0, min(16, seq.num_computed - 16 * index))]
-                for index, block in enumerate(seq.block_table)
-            ]
-            page.until(lambda wanted=wanted: strip(page) == wanted)
-            shared += sum(count > 1 for _, _, count, _ in wanted)
-            partial += page.page.locator(".strip li.last").count()
-            page.until(lambda row=row: row.get_attribute("aria-pressed") == "true")
-    assert shared
-    assert partial
-    # A block of the grid chooses its owner.
-    seq = next(seq for seq in server.engine.scheduler.running if owners[seq.block_table[-1]] == 1)
-    place = page.page.evaluate("(block) => nanovllm.engine.grid.place(block)", seq.block_table[-1])
-    page.find("grid").click(position={"x": place["x"] + 8, "y": place["y"] + 8})
-    page.until(lambda: page.find("strip-name").inner_text() == f"#{seq.seq_id}")
-    server.post("/engine/control", {"action": "resume"})
-    thread.join(60)
-    until(server.is_empty)
+    with stopped_at_work(server, seed=1):
+        shared = partial = 0
+        for _ in range(6):
+            step = page.state()["step"]
+            for _ in range(3):
+                control(server, "step")
+            page.until(lambda step=step: page.state()["step"] == step + 3)
+            owners: dict[int, int] = {}
+            for seq in server.engine.scheduler.running:
+                for block in seq.block_table:
+                    owners[block] = owners.get(block, 0) + 1
+            for seq in server.engine.scheduler.running:
+                name = page.page.get_by_text(f"#{seq.seq_id}", exact=True)
+                row = page.page.locator("[data-queue=running] button", has=name)
+                row.click()
+                page.until(lambda seq=seq: page.find("strip-name").inner_text() == f"#{seq.seq_id}")
+                wanted = [
+                    [index, block, owners[block], max(0, min(16, seq.num_computed - 16 * index))]
+                    for index, block in enumerate(seq.block_table)
+                ]
+                page.until(lambda wanted=wanted: strip(page) == wanted)
+                shared += sum(count > 1 for _, _, count, _ in wanted)
+                partial += page.page.locator(".strip li.last").count()
+                page.until(lambda row=row: row.get_attribute("aria-pressed") == "true")
+        assert shared
+        assert partial
+        # A block of the grid chooses its owner.
+        seq = next(seq for seq in server.engine.scheduler.running if owners[seq.block_table[-1]] == 1)
+        place = page.page.evaluate("(block) => nanovllm.engine.grid.place(block)", seq.block_table[-1])
+        page.find("grid").click(position={"x": place["x"] + 8, "y": place["y"] + 8})
+        page.until(lambda: page.find("strip-name").inner_text() == f"#{seq.seq_id}")
     page.until(page.find("strip-none").is_visible)
 
 
@@ -221,15 +208,15 @@ def test_the_first_visit_has_a_tour_of_three_steps(open_page: Callable[..., Watc
 
 def test_some_work_can_be_sent_and_stopped(page: Watched, server: Running) -> None:
     page.watch_engine()
-    server.post("/engine/control", {"action": "pause"})
+    control(server, "pause")
     page.find("work").click()
     page.until(lambda: len(server.engine.scheduler.waiting) == 8)
     for _ in range(6):
-        server.post("/engine/control", {"action": "step"})
+        control(server, "step")
     page.until(lambda: page.page.locator(".strip li.shared").count() > 0)
     assert page.find("work").inner_text() == "Stop the work"
     page.find("work").click()
-    server.post("/engine/control", {"action": "resume"})
+    control(server, "resume")
     until(server.is_empty)
     page.until(lambda: page.find("work").inner_text() == "Send some work")
 
@@ -237,7 +224,7 @@ def test_some_work_can_be_sent_and_stopped(page: Watched, server: Running) -> No
 def test_a_paused_engine_is_announced_on_both_tabs(page: Watched, server: Running) -> None:
     banner = page.page.locator("#paused")
     assert not banner.is_visible()
-    server.post("/engine/control", {"action": "pause"})
+    control(server, "pause")
     page.until(banner.is_visible)  # on the chat tab, before the engine's was ever opened
     page.watch_engine()
     assert banner.is_visible()
@@ -250,7 +237,7 @@ def test_a_paused_engine_is_announced_on_both_tabs(page: Watched, server: Runnin
     page.until(banner.is_visible)
     page.tab("chat")
     assert banner.is_visible()
-    server.post("/engine/control", {"action": "resume"})
+    control(server, "resume")
     page.until(lambda: not banner.is_visible())
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import json
+import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.server.rig import Running
+from tests.server.rig import Running, raw_stream, until
 
 PIXELS = """async (shot) => {
     const bytes = Uint8Array.from(atob(shot), (c) => c.charCodeAt(0));
@@ -40,7 +44,7 @@ WRONG_CELLS = """({ data, width, height }) => {
     }
     return wrong;
 }"""
-STATE = "() => window.nanovllm.telemetry.trace?.toSnapshot()"
+STATE = "() => window.nanovllm.engine.replay?.toSnapshot()"
 
 
 class Watched:
@@ -68,6 +72,10 @@ class Watched:
         self.page.goto(url)
         if started:
             self.page.wait_for_selector("html[data-started]")
+
+    def reload(self) -> None:
+        self.page.reload()
+        self.page.wait_for_selector("html[data-started]")
 
     def find(self, role: str) -> Any:
         return self.page.locator(f"[role=tabpanel]:not([hidden]) [data-role={role}]")
@@ -126,7 +134,53 @@ def snapshot_of(server: Running) -> dict[str, Any]:
 
 def canonical(snapshot: dict[str, Any]) -> dict[str, Any]:
     """What must agree: everything but the time, the order of sets, and the order among those who run."""
-    told = {name: value for name, value in snapshot.items() if name not in ("type", "t")}
-    told["held"] = sorted(zip(told["held"], told.pop("until")))
-    told["seqs"] = sorted(told["seqs"], key=lambda seq: seq["id"])
-    return {**told, "cached": sorted(told["cached"]), "published": sorted(told["published"])}
+    kept = {name: value for name, value in snapshot.items() if name not in ("type", "t")}
+    kept["held"] = sorted(zip(kept["held"], kept.pop("until")))
+    kept["seqs"] = sorted(kept["seqs"], key=lambda seq: seq["id"])
+    return {**kept, "cached": sorted(kept["cached"]), "published": sorted(kept["published"])}
+
+
+# ---- an engine at work ----
+
+
+def control(server: Running, action: str) -> None:
+    server.post("/engine/control", {"action": action})
+
+
+def prompts_of(seed: int, count: int) -> list[list[int]]:
+    """Some begin alike (whole blocks of it, and part of one), some do not."""
+    draw = random.Random(seed)
+    common = [draw.randrange(20, 200) for _ in range(40)]
+    return [
+        common[: draw.choice((0, 16, 33, 40))] + [draw.randrange(20, 200) for _ in range(draw.randrange(1, 70))]
+        for _ in range(count)
+    ]
+
+
+def load(server: Running, seed: int, count: int = 16) -> threading.Thread:
+    """Requests from another thread, since Playwright's loop lives in this one; every fifth client leaves early. Of a
+    paused engine: until all of them wait."""
+
+    async def work() -> None:
+        bodies = ({"prompt": prompt, "max_tokens": 40, "ignore_eos": True} for prompt in prompts_of(seed, count))
+        streams = (raw_stream(server.url, body, None if at % 5 else 1) for at, body in enumerate(bodies))
+        await asyncio.gather(*streams)
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()))
+    thread.start()
+    if server.service.engine.paused:
+        until(lambda: len(server.engine.scheduler.waiting) == count)
+    return thread
+
+
+@contextlib.contextmanager
+def stopped_at_work(server: Running, seed: int, count: int = 16, steps: int = 0) -> Iterator[None]:
+    """Paused with these requests, after so many steps; at the end they run to theirs."""
+    control(server, "pause")
+    thread = load(server, seed, count)
+    for _ in range(steps):
+        control(server, "step")
+    yield
+    control(server, "resume")
+    thread.join(60)
+    until(server.is_empty)

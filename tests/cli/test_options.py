@@ -13,8 +13,7 @@ import typer
 
 from nanovllm import __version__
 from nanovllm.cli import app
-from nanovllm.cli.bench_serve import LOAD
-from nanovllm.cli.benches import MOE
+from nanovllm.cli.bench_options import LOAD, MOE, bench
 from nanovllm.cli.options import ENGINE, SAMPLING
 from nanovllm.cli.plan import PLAN
 from nanovllm.cli.serve import SERVER
@@ -121,6 +120,14 @@ def test_every_option_is_explained() -> None:
         names = {f.name for f in dataclasses.fields(group.of)} - group.skipped
         assert (group.common or names) <= names
         assert set(group.help) == names, "an option without help, or help without an option"
+        assert all(group.help.values())
+
+
+def test_every_benchmark_can_be_saved(run: Run) -> None:
+    """All are declared by bench_command; `tables` measures nothing."""
+    names = [each.callback.__name__ for each in bench.registered_commands if each.callback is not None]
+    assert len(names) == 10
+    assert [name for name in names if "--save" not in run("bench", name, "--help").out] == ["tables"]
 
 
 def test_defaults_are_those_of_the_config() -> None:

@@ -1,27 +1,28 @@
-"""Deltas: added up they are the whole output, whatever was asked; a reader that stalls has one delta to read; and what
-a step costs does not depend on how much was written before."""
+"""Deltas: added up they are the whole output, for all parameters; a reader that stalls has one delta to read; and the
+cost of a step does not depend on how much was written before."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import fields, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
 import nanovllm
-from nanovllm import LLM, AsyncLLMEngine, LLMEngine, RequestDelta, RequestOutput, SamplingParams
+from nanovllm import LLM, AsyncLLMEngine, RequestDelta, RequestOutput, SamplingParams
 from nanovllm.engine import async_engine
 from nanovllm.engine.async_engine import Mailbox
 from nanovllm.outputs import CompletionDelta, Logprob, RequestMetrics
+from tests.engine.test_interrupts import PACKAGE, Place, Tracer
 from tests.tiny_models import TinyModel, edit_config
 
 MakeLLM = Callable[..., LLM]
-PACKAGE = Path(nanovllm.__file__).parent
+# Where deltas are made.
+FILES = tuple(str(PACKAGE / name) for name in ("engine/llm_engine.py", "engine/request.py", "outputs.py"))
 
 
 def total_of(deltas: Iterable[RequestDelta]) -> RequestOutput:
@@ -40,46 +41,17 @@ def total_of(deltas: Iterable[RequestDelta]) -> RequestOutput:
             mine |= {"finish_reason": new.finish_reason, "stop_reason": new.stop_reason}
             mine["cumulative_logprob"] = new.cumulative_logprob
     assert last is not None
-    outputs = [nanovllm.CompletionOutput(index=index, **fields) for index, fields in sorted(found.items())]
-    return RequestOutput(
-        last.request_id,
-        last.prompt,
-        last.prompt_token_ids,
-        outputs,
-        last.finished,
-        last.prompt_logprobs,
-        last.num_cached_tokens,
-        last.metrics,
-        last.error,
-    )
+    outputs = [nanovllm.CompletionOutput(index=index, **values) for index, values in sorted(found.items())]
+    return RequestOutput(**{**{f.name: getattr(last, f.name) for f in fields(last)}, "outputs": outputs})
 
 
 def copy_of(delta: RequestDelta) -> RequestDelta:
-    """Merging uses deltas up."""
-    outputs = [
-        CompletionDelta(
-            c.index,
-            c.start,
-            [*c.token_ids],
-            [*c.texts],
-            c.logprobs and [*c.logprobs],
-            c.cumulative_logprob,
-            c.finish_reason,
-            c.stop_reason,
-        )
+    """Merging changes deltas."""
+    lists = [
+        {"token_ids": [*c.token_ids], "texts": [*c.texts], "logprobs": c.logprobs and [*c.logprobs]}
         for c in delta.outputs
     ]
-    return RequestDelta(
-        delta.request_id,
-        delta.prompt,
-        delta.prompt_token_ids,
-        outputs,
-        delta.finished,
-        delta.prompt_logprobs,
-        delta.num_cached_tokens,
-        delta.metrics,
-        delta.error,
-    )
+    return replace(delta, outputs=[replace(c, **mine) for c, mine in zip(delta.outputs, lists)])
 
 
 def merged_in_groups(deltas: list[RequestDelta], pick: random.Random) -> RequestOutput:
@@ -194,63 +166,39 @@ def test_deltas_of_a_request_that_is_cut(make_llm: MakeLLM, llama: TinyModel, nu
 # ---- interrupts ------------------------------------------------------------------------------------------------------
 
 
-class Interrupter:
-    """Counts the lines that run in the files that make deltas, and raises at the number-th."""
-
-    FILES = tuple(str(PACKAGE / name) for name in ("engine/llm_engine.py", "engine/request.py", "outputs.py"))
-
-    def __init__(self, number: int = -1) -> None:
-        self.count = 0
-        self._number = number
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename in self.FILES else None
-
-    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            self.count += 1
-            if self.count - 1 == self._number:
-                raise KeyboardInterrupt
-        return self._line
-
-
-def step_with(engine: LLMEngine, tracer: Interrupter) -> list[RequestDelta]:
-    before = sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        return engine.step()
-    except KeyboardInterrupt:
-        return []
-    finally:
-        sys.settrace(before)
-
-
 def test_an_interrupt_loses_no_delta_that_was_made(make_llm: MakeLLM, llama: TinyModel) -> None:
-    """A caller that goes on after Ctrl-C inside a step: every request ends once, and every token that was known comes
+    """A caller continues after Ctrl-C inside a step: every request ends once, and every token that was known comes
     once."""
     engine = make_llm().engine
     kinds = [{"max_tokens": 4}, {"max_tokens": 9, "n": 2, "logprobs": 0}, {"max_tokens": 9}]
     params = [SamplingParams(temperature=0, ignore_eos=True, **kind) for kind in kinds]
 
-    def run(number: int) -> tuple[int, dict[str, list[RequestDelta]], list[list[int]]]:
+    def run(place: Place | None = None, hit: int = 1) -> tuple[Tracer, dict[str, list[RequestDelta]], list[list[int]]]:
         """The fourth step, in which one request ends, is interrupted. Lines, deltas, and the tokens known then."""
         seen: dict[str, list[RequestDelta]] = {str(i): [] for i in range(3)}
         for i in range(3):
             engine.add_request(str(i), llama.prompts[i], params[i], final_only=i == 2)
         seqs = [completion.seq for request in engine._requests.values() for completion in request.completions]
-        tracer = Interrupter(number)
-        for step in range(99):
+        tracer = Tracer(place, hit, FILES)
+
+        def step() -> None:
+            for delta in engine.step():
+                seen[delta.request_id].append(delta)
+
+        for number in range(99):
             if not engine.has_unfinished_requests():
                 break
-            for delta in step_with(engine, tracer) if step == 3 else engine.step():
-                seen[delta.request_id].append(delta)
-        return tracer.count, seen, [seq.token_ids[seq.num_prompt :] for seq in seqs]
+            if number == 3:
+                tracer.run(step)
+            else:
+                step()
+        return tracer, seen, [seq.token_ids[seq.num_prompt :] for seq in seqs]
 
-    num_lines, whole, _ = run(-1)
-    assert num_lines > 100
+    tracer, whole, _ = run()
+    assert tracer.hits.total() > 100
     texts = [completion.text for deltas in whole.values() for completion in total_of(deltas).outputs]
-    for number in range(num_lines):
-        _, seen, known = run(number)
+    for place, hit in ((place, hit + 1) for place, count in tracer.hits.items() for hit in range(count)):
+        _, seen, known = run(place, hit)
         totals = [total_of(deltas) for deltas in seen.values()]
         assert all(total.finished for total in totals)
         completions = [completion for total in totals for completion in total.outputs]
@@ -310,9 +258,9 @@ def a_delta(token: int, text: str) -> RequestDelta:
     return RequestDelta("x", None, [5], [new], False, None, 0, RequestMetrics())
 
 
-def test_merging_copies_only_what_is_new() -> None:
+def test_merging_copies_only_what_is_new_and_outputs_share_no_list_that_grows() -> None:
     total = a_delta(0, "a")
-    mine = total.outputs[0]
+    first, mine = total.output(), total.outputs[0]
     lists = mine.token_ids, mine.texts, mine.logprobs
     for token in range(1, 5000):
         total.merge(a_delta(token, "bc"))
@@ -320,12 +268,6 @@ def test_merging_copies_only_what_is_new() -> None:
     assert all(now is before for now, before in zip((mine.token_ids, mine.texts, mine.logprobs), lists))
     assert mine.text == "a" + "bc" * 4999
     assert total.output()["token_ids"] == list(range(5000))
-
-
-def test_an_output_does_not_share_what_still_grows() -> None:
-    total = a_delta(0, "a")
-    first = total.output()
-    total.merge(a_delta(1, "b"))
     assert (first["text"], first["token_ids"], len(first["logprobs"])) == ("a", [0], 1)
 
 

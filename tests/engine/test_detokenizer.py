@@ -174,18 +174,6 @@ def test_any_tokens_at_all(kind, data):
         assert outcomes == {expected}
 
 
-@kinds
-@settings(max_examples=150, deadline=None)
-@given(data=st.binary(max_size=60), cuts=CUTS)
-def test_any_bytes(kind, data, cuts):
-    prompt_ids = encode(kind, "the fox")
-    ids = byte_ids(kind, data)
-    outcomes = {stream(make(kind, prompt_ids), chunks)[0][-1] for chunks in (singles(ids), [ids], chunked(ids, cuts))}
-    assert len(outcomes) == 1
-    if kind == "byte_level":
-        assert outcomes == {data.decode("utf-8", errors="replace")}
-
-
 def text_of(kind, data):
     """Byte-fallback decoders show every byte that is no character as U+FFFD of its own, byte-level ones do not."""
     if kind == "byte_level":

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, ConfigError, ModelError, SamplingParams
-from nanovllm.cli.plan import PlanOptions, make_plan
+from nanovllm.cli.plan import PlanOptions, make_estimate
 from nanovllm.memory.budget import GIB
 from nanovllm.moe.offload import store as store_module
 from tests.tiny_models import TinyModel
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened to host memory: on a GPU it is locked, and who forgets to unlock it keeps it from everybody."""
+    """What happened to host memory: on a GPU it is locked, and stays so until it is released."""
     events: list[str] = []
 
     class Watched(store_module.HostBlock):
@@ -118,15 +118,15 @@ def refused(path: Path, error: type[Exception], blocks: list[str], *parts: str, 
 # ---- refused before anything is built --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_slots", [0.01, 1, 1.99])
-def test_slots_below_top_k(num_slots: float, blocks: list[str], wanted: list[list[int]]) -> None:
-    value = gb(num_slots)
+@pytest.mark.parametrize("num_buffers", [0.01, 1, 1.99])
+def test_buffers_below_top_k(num_buffers: float, blocks: list[str], wanted: list[list[int]]) -> None:
+    value = gb(num_buffers)
     message = refused(
         TRAINED,
         ConfigError,
         blocks,
         f"expert_cache_gb={value}",
-        f"holds {int(num_slots)} experts of 0.4 MiB",
+        f"holds {int(num_buffers)} experts of 0.4 MiB",
         "a token needs 2 at once",
         expert_cache_gb=value,
     )
@@ -169,10 +169,10 @@ def test_resident_under_a_cap_names_the_way_out(blocks: list[str], wanted: list[
         gpu_memory_gb=0.012,
         expert_placement="resident",
     )
-    slots = int(re.findall(r"runs here with (\d+) of 32", message)[0])
+    buffers = int(re.findall(r"runs here with (\d+) of 32", message)[0])
     with make(gpu_memory_gb=0.012, expert_placement="offload") as llm:
         experts = llm.engine.describe()["runs_on"]["experts"]
-        assert 2 <= experts["cached_slots"] + experts["streaming_slots"] <= slots + 1
+        assert 2 <= experts["cached_slots"] + experts["streaming_slots"] <= buffers + 1
         assert tokens(llm) == wanted
 
 
@@ -190,7 +190,7 @@ def test_a_dense_model_has_nothing_to_offload(
     parts = (named, "LlamaForCausalLM has no experts", "leave it out")
     refused(llama.path, ConfigError, blocks, *parts, **options)
     with pytest.raises(ConfigError, match=re.escape(named)):
-        make_plan(PlanOptions(model=str(llama.path), gpu_memory_gb=8, host_memory_gb=8, **options))
+        make_estimate(PlanOptions(model=str(llama.path), gpu_memory_gb=8, host_memory_gb=8, **options))
     for harmless in ({"expert_placement": "resident"}, {"expert_policy": "lru", "expert_host_gb": 1}):
         with make(llama.path, **harmless) as llm:
             assert llm.generate([5], GREEDY, use_tqdm=False)[0].metrics.experts is None
@@ -202,7 +202,7 @@ def test_a_dense_model_has_nothing_to_offload(
 @every_tier
 @pytest.mark.parametrize("part", ["3.w1", "7.w2"])
 def test_a_missing_expert(folder: Path, tier: str, part: str, blocks: list[str], wanted: list[list[int]]) -> None:
-    """Lesson 34: it was zeros. Both on the tier that is filled and on the one that is only pointed to."""
+    """An error and not zeros, on the tier that is filled and on the one that is only located."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     name = f"{EXPERTS}.{part}.weight"

@@ -27,6 +27,7 @@ from nanovllm.moe.offload.offload import OffloadOptions
 from nanovllm.runner import expert_memory
 from tests.engine.test_expert_errors import EXPERT_BYTES, GREEDY, PROMPTS, ROOT, TRAINED, gb, make, tokens
 from tests.moe.offload_rig import FixedIdle
+from tests.moe.test_cache import check_consistent
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +68,6 @@ def served() -> Iterator[LLM]:
     llm.engine.executor.offload.idle = FixedIdle(2)
     with llm:
         yield llm
-
-
-def assert_consistent(cache: ExpertCache) -> None:
-    """Every slot has one role, and what a slot holds is found: else an interrupt would cost hits for ever."""
-    roles = [slot for layer in cache._owned for slot in layer] + cache._ring
-    assert sorted(roles) == list(range(cache.num_slots))
-    held = {content: slot for slot in roles if (content := cache.content(slot)) is not None}
-    assert held == cache._slot_of
 
 
 @pytest.mark.parametrize("where", ["send", "expert_pairs"])
@@ -138,22 +131,22 @@ def test_interrupted_at_any_line(served: LLM, wanted: list[list[int]]) -> None:
         raised = run(draw.randrange(1, total))
         assert not served.engine.has_unfinished_requests()
         assert tokens(served) == wanted, raised
-        assert_consistent(served.engine.executor.offload.cache)
+        check_consistent(served.engine.executor.offload.cache)
 
 
 def drive(cache: ExpertCache, calls: list[tuple[int, list[int]]]) -> None:
     for layer, experts in calls:
         for wave in cache.select(layer, dict.fromkeys(experts, 1)).waves:
-            for expert, slot in wave:
-                if cache.content(slot) != (layer, expert) and (moved := cache.rescue(slot)):
+            for expert, buffer in wave:
+                if cache.content(buffer) != (layer, expert) and (moved := cache.rescue(buffer)):
                     cache.held[moved[0]].discard(moved[2])
                     cache.held[moved[0]].add(moved[1])
-                cache.begin(layer, expert, slot)
-                cache.copied(slot, 1)
+                cache.begin(layer, expert, buffer)
+                cache.copied(buffer, 1)
         cache.adopt(layer)
-        for expert, slot, upto in cache.guess(1 - layer, [0, 1], 1):
-            cache.begin(1 - layer, expert, slot)
-            cache.copied(slot, upto, guess=True)
+        for expert, buffer, upto in cache.guess(1 - layer, [0, 1], 1):
+            cache.begin(1 - layer, expert, buffer)
+            cache.copied(buffer, upto, guess=True)
 
 
 def test_decisions_interrupted_at_every_line() -> None:
@@ -182,7 +175,7 @@ def test_decisions_interrupted_at_every_line() -> None:
         finally:
             sys.settrace(None)
         drive(cache, calls[::-1])
-        assert_consistent(cache)
+        check_consistent(cache)
         assert [len(held) for held in cache.held] == [3, 3]
     assert stop_at > 1000
 
@@ -229,15 +222,17 @@ print(json.dumps({"held": held, "models": models, "tokens": serve(1), "pid": os.
 """
 
 
-@pytest.mark.parametrize(("num_slots", "in_host"), [(2, 0), (9, 27)])
-def test_killed_in_the_middle_of_a_copy(num_slots: int, in_host: int, tmp_path: Path, wanted: list[list[int]]) -> None:
-    """Five times, loading or serving from disk, or while experts change places between slots and host memory: it holds
-    no file that it could leave behind, and the next one runs."""
+@pytest.mark.parametrize(("num_buffers", "in_host"), [(2, 0), (9, 27)])
+def test_killed_in_the_middle_of_a_copy(
+    num_buffers: int, in_host: int, tmp_path: Path, wanted: list[list[int]]
+) -> None:
+    """Five times, loading or serving from disk, or while experts change places between buffers and host memory: the
+    process holds no file that it could leave behind, and the next one runs."""
     home = tmp_path / "home"
     home.mkdir()
     before = set(os.listdir("/dev/shm"))
     env = {**os.environ, "TMPDIR": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    room = [str(gb(num_slots)), str(gb(in_host))]
+    room = [str(gb(num_buffers)), str(gb(in_host))]
     words = [sys.executable, "-c", SERVE_AND_DIE, str(TRAINED), *room, json.dumps(PROMPTS)]
     done = subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Where sampling parameters come from when a caller gives none: the model's generation_config.json, unless told."""
+"""Where sampling parameters come from when a caller gives none: the model's generation_config.json, or another."""
 
 from __future__ import annotations
 

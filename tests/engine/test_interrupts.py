@@ -33,12 +33,12 @@ Place = tuple[str, int]  # (file, line)
 class Tracer:
     """Counts how often each line of the loop runs, and raises at one of these moments."""
 
-    def __init__(self, place: Place | None = None, hit: int = 1) -> None:
+    def __init__(self, place: Place | None = None, hit: int = 1, files: tuple[str, ...] = LOOP) -> None:
         self.hits: Counter[Place] = Counter()
-        self._place, self._hit = place, hit
+        self._place, self._hit, self._files = place, hit, files
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(LOOP) else None
+        return self._line if frame.f_code.co_filename.startswith(self._files) else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -106,7 +106,7 @@ def test_an_interrupt_at_every_line_of_the_loop(llm: LLM, llama: TinyModel) -> N
 
 
 def test_an_interrupt_while_requests_are_aborted(llm: LLM, llama: TinyModel) -> None:
-    """A second Ctrl-C comes before the first was dealt with: the next call finishes the work."""
+    """A second Ctrl-C comes while the requests are aborted: the next call aborts the rest."""
     step, abort = llm.engine.step, llm.engine.abort_request
 
     def broken_step() -> Any:
@@ -155,7 +155,7 @@ def test_ctrl_c_from_the_outside_comes_between_two_steps(llm: LLM, llama: TinyMo
 
 
 def test_a_handler_of_the_callers_stays(llm: LLM, llama: TinyModel) -> None:
-    """It may raise what it likes, wherever it likes."""
+    """It may raise any exception at any place."""
 
     class TimeIsUp(Exception):
         pass

@@ -55,7 +55,7 @@ def test_a_lost_device_is_the_end(
         assert caught.value.finished[1].outputs[0].token_ids == expected.outputs[0].token_ids
         with pytest.raises(EngineDeadError, match=FAULT):
             llm.generate(PROMPTS, SHORT, use_tqdm=False)
-        llm.close()  # freeing memory fails like every other call, which is no news
+        llm.close()  # freeing memory fails like every other call; that error is hidden
 
 
 def test_an_error_that_leaves_the_device_whole_fails_its_step_alone(
@@ -87,7 +87,7 @@ def test_an_error_of_closing_is_not_hidden_while_the_device_is_well(
             llm.close()
 
 
-def test_streams_are_told_and_failure_is_set(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_end_with_the_error_and_failure_is_set(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         options = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 64}
         async with AsyncLLMEngine(model=str(llama.path), **options) as engine:
@@ -97,9 +97,9 @@ def test_streams_are_told_and_failure_is_set(llama: TinyModel, monkeypatch: pyte
                 async for output in engine.generate(prompt, LONG):
                     assert output.error is None
 
-            told = await asyncio.wait_for(asyncio.gather(*map(read, PROMPTS), return_exceptions=True), 60)
-            assert [type(error) for error in told] == [EngineDeadError] * 3
-            assert FAULT in str(told[0])
+            errors = await asyncio.wait_for(asyncio.gather(*map(read, PROMPTS), return_exceptions=True), 60)
+            assert [type(error) for error in errors] == [EngineDeadError] * 3
+            assert FAULT in str(errors[0])
             assert "EngineDeadError" in (engine.failure or "")
 
     asyncio.run(main())

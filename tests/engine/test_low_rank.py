@@ -1,5 +1,5 @@
-"""An engine beside whose model lies a folder of low-rank experts: it says what a dense model with the products of the
-factors says, wherever V lives, and it refuses a folder that is not the model's."""
+"""A model with a folder of low-rank experts gives the output of a dense model with the products of the factors,
+wherever V lives; a folder that is not the model's is refused."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.plan import PlanOptions, make_plan
+from nanovllm.cli.plan import PlanOptions, make_estimate
 from nanovllm.errors import ModelError
-from nanovllm.lowrank.checkpoint import low_rank_forms
-from nanovllm.lowrank.folder import METADATA, U_FILE, v_file
+from nanovllm.lowrank.folder import low_rank_forms
+from nanovllm.lowrank.format import METADATA, U_FILE, v_file
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.moe.offload import store as store_module
+from tests.engine.test_offload_engine import make
 from tests.lowrank.svd_folders import Choice, copy_model, full_rank, write_svd
-from tests.runner.test_relay import InPieces
+from tests.runner.test_relay import InSegments
 from tests.tiny_models import TinyModel, random_prompts
 
 TRAINED = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
@@ -53,29 +54,16 @@ def models(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return found
 
 
-def make(path: Path, **options: Any) -> LLM:
-    defaults = {
-        "device": "cpu",
-        "skip_tokenizer_init": True,
-        "max_model_len": 160,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 128,
-        "num_kvcache_blocks": 64,
-        "kvcache_block_size": 16,
-    }
-    return LLM(str(path), **{**defaults, **options})
-
-
-def said(llm: LLM) -> list[Any]:
+def answers(llm: LLM) -> list[Any]:
     return [
         (o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs)
         for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     ]
 
 
-def numbers(said: Any) -> Iterator[float]:
+def numbers(found: Any) -> Iterator[float]:
     """All logprobs, in the order of tokens."""
-    for tokens, *logprobs in said:
+    for tokens, *logprobs in found:
         yield from tokens
         for place in [place for some in logprobs for place in some if place]:
             yield from (place[token].logprob for token in sorted(place))
@@ -93,7 +81,7 @@ def resident(models: dict[str, Path]) -> Callable[[str], list[Any]]:
     def get(name: str) -> list[Any]:
         if name not in known:
             with make(models[name]) as llm:
-                known[name] = said(llm)
+                known[name] = answers(llm)
         return known[name]
 
     return get
@@ -107,35 +95,34 @@ def test_it_is_the_dense_model_with_the_products_of_the_factors(name: str, resid
     assert close(resident(name), resident(f"dense {name}"))
 
 
-@pytest.mark.parametrize("mode", ["shared", "private"])
 @pytest.mark.parametrize("side", ["input", "output"])
 @pytest.mark.parametrize("name", ["trained", "qwen"])
 def test_full_rank_is_the_teacher(
-    name: str, side: str, mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, side: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = copy_model(TRAINED if name == "trained" else tiny(QWEN).path, tmp_path / "model")
-    write_svd(path, [full_rank(path, side)], mode)
+    write_svd(path, [full_rank(path, side)])
     with make(path) as low_rank, make(path.rename(tmp_path / "moved")) as again:
-        found = said(low_rank)
-        assert said(again) == found
+        found = answers(low_rank)
+        assert answers(again) == found
     monkeypatch.setenv("NANOVLLM_DISABLE_SVD", "1")
     with make(tmp_path / "moved") as teacher:
         assert "experts" not in teacher.engine.describe()["runs_on"]
-        assert close(found, said(teacher))
-        assert said(teacher) != found  # it did compute something else
+        assert close(found, answers(teacher))
+        assert answers(teacher) != found  # it did compute something else
 
 
 def options_of(path: Path) -> list[dict[str, Any]]:
-    """Slots for top_k, some and all; host memory for all, some and none."""
+    """Buffers for top_k, some and all; host memory for all, some and none."""
     llm = make(path)
     try:
         facts = ModelFacts(llm.engine.model_config, 4, forms=low_rank_forms(path, llm.engine.model_config))
     finally:
         llm.close()
-    slot, everything = facts.expert_bytes, facts.all_experts_bytes
+    buffer, everything = facts.expert_bytes, facts.all_experts_bytes
     return [
-        {"expert_cache_gb": num_slots * slot / GIB, "expert_host_gb": (everything * share + slot) / GIB, **more}
-        for num_slots, share, more in (
+        {"expert_cache_gb": num_buffers * buffer / GIB, "expert_host_gb": (everything * share + buffer) / GIB, **more}
+        for num_buffers, share, more in (
             (2, 1.0, {}),
             (7, 0.5, {"expert_policy": "lru"}),
             (9, 0.0, {"expert_prefetch": False}),
@@ -152,7 +139,7 @@ def test_offloaded_says_what_resident_says_to_the_last_bit(name: str, resident: 
         options["expert_host_gb"] = max(options["expert_host_gb"], 0.0)
         with make(models[name], expert_placement="offload", **options) as llm:
             experts = llm.engine.describe()["runs_on"]["experts"]
-            assert said(llm) == wanted, options
+            assert answers(llm) == wanted, options
             assert (experts["placement"], experts["format"]) == ("offload", "low-rank")
             in_files.add(experts["on_disk"])
             assert llm.engine.executor.expert_stats().misses > 0
@@ -170,27 +157,14 @@ def test_decode_in_pieces(name: str, models: Any) -> None:
     for more in ({}, {"expert_prefetch": False}, {"expert_host_gb": 0.0}):
         with make(models[name], expert_placement="offload", expert_cache_gb=0.0015, **more) as llm:
             runner = llm.engine.executor.runner
-            runner.model = InPieces(runner.model)
+            runner.model = InSegments(runner.model)
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == wanted
             assert runner.model.num_steps >= 6
 
 
-def test_private_experts_are_multiplied_out(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = copy_model(tiny(QWEN).path, tmp_path / "model")
-    write_svd(path, SMALL, "private", dense=tmp_path / "dense")
-    with caplog.at_level(logging.WARNING, "nanovllm"), make(path) as llm, make(tmp_path / "dense") as dense:
-        assert "multiplied out" in caplog.text
-        wanted = said(llm)
-        assert close(wanted, said(dense))
-    with make(path, expert_placement="offload", expert_cache_gb=0.001, expert_host_gb=0.0) as llm:
-        assert said(llm) == wanted
-        experts = llm.engine.describe()["runs_on"]["experts"]
-        assert (experts["in_host_memory"], experts["on_disk"]) == (0, 12 - experts["cached_slots"])
-
-
 def test_bf16_and_a_cpu_that_helps(models: Any, resident: Any) -> None:
     with make(models["qwen"], dtype="bfloat16") as llm:
-        wanted = said(llm)
+        wanted = answers(llm)
     for host_gb in (0.0, 1.0):
         with make(
             models["qwen"],
@@ -199,13 +173,13 @@ def test_bf16_and_a_cpu_that_helps(models: Any, resident: Any) -> None:
             expert_cache_gb=0.00004,
             expert_host_gb=host_gb,
         ) as llm:
-            assert said(llm) == wanted
+            assert answers(llm) == wanted
     with make(models["qwen"], expert_placement="offload", expert_cache_gb=0.00004, expert_cpu_misses=True) as llm:
-        assert close(said(llm), resident("qwen"))
+        assert close(answers(llm), resident("qwen"))
         assert llm.engine.executor.expert_stats().computed_on_cpu > 0
 
 
-# ---- what it tells ---------------------------------------------------------------------------------------------------
+# ---- the log, sizes --------------------------------------------------------------------------------------------------
 
 
 def test_two_engines_one_with_and_one_without(
@@ -218,8 +192,8 @@ def test_two_engines_one_with_and_one_without(
         monkeypatch.setenv("NANOVLLM_DISABLE_SVD", "1")
         with make(models["qwen"]) as own:
             assert "SVD" not in caplog.text
-            assert said(low_rank) == resident("qwen") == said(low_rank)
-            assert not close(said(own), resident("qwen"))
+            assert answers(low_rank) == resident("qwen") == answers(low_rank)
+            assert not close(answers(own), resident("qwen"))
         experts = low_rank.engine.describe()["runs_on"]["experts"]
     assert (experts["placement"], experts["format"], experts["folder"]) == ("resident", "low-rank", str(folder))
     assert experts["ranks"] == {0: {"w1": 17, "w2": 30, "w3": 20}, 2: {"w1": 25, "w2": 11, "w3": 13}}
@@ -232,13 +206,13 @@ def test_sizes_are_those_of_the_model_as_built(name: str, models: Any) -> None:
         executor = llm.engine.executor
         facts = ModelFacts(llm.engine.model_config, 4, forms=executor.low_rank.forms)
         assert facts.dense_bytes + facts.all_experts_bytes == 4 * executor.num_parameters
-    plan = make_plan(PlanOptions(model=str(models[name]), gpu_memory_gb=4, host_memory_gb=8, dtype="float32"))
+    plan = make_estimate(PlanOptions(model=str(models[name]), gpu_memory_gb=4, host_memory_gb=8, dtype="float32"))
     assert plan.tiers is not None
     assert plan.tiers.resident_bytes == plan.model.all_experts_bytes == facts.all_experts_bytes
     assert plan.model.dense_bytes == facts.dense_bytes
     with make(models[name], expert_placement="offload", expert_cache_gb=20 * facts.expert_bytes / GIB) as llm:
         stats_before = llm.engine.executor.expert_stats()
-        said(llm)
+        answers(llm)
         stats = llm.engine.executor.expert_stats() - stats_before
         copied = sum(a * b for a, b in zip(stats.layer_misses, facts.layer_bytes))
         assert len(set(facts.layer_bytes)) > 1
@@ -254,8 +228,8 @@ def test_experts_of_the_checkpoint_may_be_absent(
     kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     save_file(kept, path / "model.safetensors", {"format": "pt"})
     with caplog.at_level(logging.WARNING, "nanovllm"), make(path) as llm:
-        assert "taken on trust" in caplog.text
-        assert said(llm) == resident("qwen")
+        assert "is not compared with them" in caplog.text
+        assert answers(llm) == resident("qwen")
 
 
 def test_dummy_weights_take_the_sizes_alone(models: Any, tmp_path: Path) -> None:
@@ -264,9 +238,9 @@ def test_dummy_weights_take_the_sizes_alone(models: Any, tmp_path: Path) -> None
     for name in ("config.json", f"svd_experts/{METADATA}"):
         shutil.copy(models["trained"] / name, tmp_path / name)
     with make(tmp_path, load_format="dummy") as llm:
-        wanted = said(llm)
+        wanted = answers(llm)
     with make(tmp_path, load_format="dummy", expert_placement="offload", expert_cache_gb=0.003) as llm:
-        assert said(llm) == wanted
+        assert answers(llm) == wanted
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
@@ -325,13 +299,13 @@ def test_a_folder_that_does_not_belong_is_refused_with_the_way_out(
 def test_a_file_that_changes_while_it_is_served(models: Any, tmp_path: Path) -> None:
     path = Path(shutil.copytree(models["qwen"], tmp_path / "model"))
     with make(path, expert_placement="offload", expert_cache_gb=0.00004, expert_host_gb=0.0) as llm:
-        wanted = said(llm)
+        wanted = answers(llm)
         files = sorted((path / "svd_experts/V_experts").iterdir())
         for file in files:
             file.rename(file.with_suffix(".old"))
-            shutil.copy(file.with_suffix(".old"), file)  # the same bytes, but who knows
+            shutil.copy(file.with_suffix(".old"), file)  # the same bytes, but another file
         found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert all("replaced while it is served" in output.error for output in found)
         for file in files:
             file.with_suffix(".old").rename(file)
-        assert said(llm) == wanted
+        assert answers(llm) == wanted

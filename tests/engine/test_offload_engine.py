@@ -1,13 +1,13 @@
-"""An engine whose experts are offloaded says what the engine with resident experts says, to the last bit of every
-logprob: for every number of slots, policy, tier, and whatever the scheduler does to a batch. And what it tells about
-itself: metrics, the log, the plan."""
+"""An engine with offloaded experts gives the output of the engine with resident experts, to the last bit of every
+logprob: for every number of buffers, policy, tier, and whatever the scheduler does to a batch. Also what a miss costs,
+metrics, the log, and that the plan is kept."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.cli.plan import PlanOptions, make_plan
+from nanovllm.cli.plan import PlanOptions, make_estimate
 from nanovllm.config import EngineConfig
 from nanovllm.hardware.device import Device
 from nanovllm.memory.budget import GIB
@@ -33,7 +34,7 @@ from tests.tiny_models import TinyModel, random_prompts
 
 Find = Callable[[str], "Facts"]
 Tiny = Callable[[str], TinyModel]
-Resident = Callable[..., list["Said"]]
+Resident = Callable[..., list["Answer"]]
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ROOT / "tests/fixtures/tiny-mixtral"
 MIXTRAL_8X7B = ROOT / "benchmarks/models/mixtral-8x7b"  # config.json alone
@@ -52,7 +53,7 @@ class Facts:
         return num_experts * self.expert_bytes / GIB
 
     @property
-    def most_slots(self) -> int:
+    def most_buffers(self) -> int:
         return self.num_experts + 2 * self.top_k
 
 
@@ -97,7 +98,7 @@ PARAMS = [
 ]
 
 
-class Said(NamedTuple):
+class Answer(NamedTuple):
     completions: list[tuple[list[int], Any]]
     prompt_logprobs: Any
     num_preemptions: int
@@ -105,11 +106,11 @@ class Said(NamedTuple):
     error: str | None
 
 
-def said(llm: LLM) -> list[Said]:
+def answers(llm: LLM) -> list[Answer]:
     """Everything that is computed: tokens and every digit of the logprobs. Twice, since the prefix cache changes what
     is computed together, and so the last digits: first rounds compare with first ones."""
     return [
-        Said(
+        Answer(
             [(c.token_ids, c.logprobs) for c in o.outputs],
             o.prompt_logprobs,
             o.metrics.num_preemptions,
@@ -121,25 +122,25 @@ def said(llm: LLM) -> list[Said]:
     ]
 
 
-def first_tokens(requests: list[Said]) -> list[list[int]]:
+def first_tokens(requests: list[Answer]) -> list[list[int]]:
     return [request.completions[0][0] for request in requests[: len(PROMPTS)]]
 
 
-def slots_of(llm: LLM) -> tuple[int, int]:
+def buffers_of(llm: LLM) -> tuple[int, int]:
     experts = llm.engine.describe()["runs_on"]["experts"]
     return experts["cached_slots"], experts["streaming_slots"]
 
 
 @pytest.fixture(scope="module")
 def resident(facts: Find) -> Resident:
-    known: dict[str, list[Said]] = {}
+    known: dict[str, list[Answer]] = {}
 
-    def get(name: str, **options: Any) -> list[Said]:
+    def get(name: str, **options: Any) -> list[Answer]:
         key = f"{name} {sorted(options.items())}"
         if key not in known:
             with make(facts(name).path, **options) as llm:
                 assert "experts" not in llm.engine.describe()["runs_on"]
-                known[key] = said(llm)
+                known[key] = answers(llm)
         return known[key]
 
     return get
@@ -149,15 +150,17 @@ def resident(facts: Find) -> Resident:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_number_of_slots(name: str, facts: Find, resident: Resident) -> None:
+def test_every_number_of_buffers(name: str, facts: Find, resident: Resident) -> None:
     """From top_k, where everything streams, to all experts and the ring; one more changes nothing."""
     model, wanted = facts(name), resident(name)
-    numbers = sorted({2, 3, 4, 5, 7, model.num_experts - 1, model.num_experts, model.most_slots, model.most_slots + 1})
+    numbers = sorted(
+        {2, 3, 4, 5, 7, model.num_experts - 1, model.num_experts, model.most_buffers, model.most_buffers + 1}
+    )
     rates = []
     for number in numbers:
         with make(model.path, expert_cache_gb=model.gb(number)) as llm:
-            assert sum(slots_of(llm)) == min(number, model.most_slots)
-            assert said(llm) == wanted, number
+            assert sum(buffers_of(llm)) == min(number, model.most_buffers)
+            assert answers(llm) == wanted, number
             stats = llm.engine.executor.expert_stats()
             assert stats is not None
             rates.append(stats.hit_rate)
@@ -178,7 +181,7 @@ def test_policies_and_tiers(name: str, policy: str, host: str, facts: Find, resi
             kept = 0 if policy == "none" or host == "memory" else experts["cached_slots"]
             assert (experts["in_host_memory"], experts["on_disk"]) == (in_host, model.num_experts - in_host - kept)
             assert (experts["policy"], experts["prefetch"]) == (policy, prefetch)
-            assert said(llm) == resident(name)
+            assert answers(llm) == resident(name)
 
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 7])
@@ -197,7 +200,7 @@ def test_guesses_change_no_bit(
     in_host = model.gb(model.num_experts if host == "memory" else 20)
     with make(model.path, expert_cache_gb=model.gb(10), expert_host_gb=in_host) as llm:
         llm.engine.executor.offload.idle = FixedIdle(num_pieces)
-        assert said(llm) == resident("trained mixtral")
+        assert answers(llm) == resident("trained mixtral")
         stats = llm.engine.executor.expert_stats()
         assert stats.prefetched_bytes_useful > 0 < stats.prefetched_bytes_wasted
         assert 0 < stats.prefetch_precision < 1
@@ -219,8 +222,8 @@ def test_whatever_happens_to_the_batch(name: str, scenario: str, facts: Find, re
     model, options = facts(name), SCENARIOS[scenario]
     share = 2 if scenario == "16 bits" else 1
     with make(model.path, expert_cache_gb=model.gb(6) / share, expert_host_gb=model.gb(7) / share, **options) as llm:
-        assert sum(slots_of(llm)) == 6
-        found = said(llm)
+        assert sum(buffers_of(llm)) == 6
+        found = answers(llm)
         assert found == resident(name, **options)
         assert ("preemption" in scenario) == any(request.num_preemptions for request in found)
         assert options.get("enable_prefix_caching", True) == any(request.num_cached_tokens for request in found)
@@ -232,7 +235,7 @@ def test_misses_on_the_cpu_are_close(name: str, facts: Find, resident: Resident)
     """Other rows share the product, so the last digits may differ; on these models the tokens do not."""
     model = facts(name)
     with make(model.path, expert_cache_gb=model.gb(6), expert_cpu_misses=True) as llm:
-        got, wanted = said(llm), resident(name)
+        got, wanted = answers(llm), resident(name)
         assert llm.engine.executor.expert_stats().computed_on_cpu > 0
     for ours, theirs in zip(got, wanted):
         for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(ours.completions, theirs.completions):
@@ -247,18 +250,18 @@ def test_nothing_is_read_from_disk_once_device_and_host_hold_all(
     name: str, policy: str, facts: Find, resident: Resident, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exactly as much room as there are experts, however it is shared out. Each expert without host memory is read at
-    most until the cached slots are full; the second round of requests reads nothing."""
+    most until the cached buffers are full; the second round of requests reads nothing."""
     model, ring, misses = facts(name), 4, []
     for in_host in (model.num_experts - 1, 2 * model.num_experts // 3, model.num_experts // 3, 1):
         cached = model.num_experts - in_host
         room = {"expert_cache_gb": model.gb(cached + ring), "expert_host_gb": model.gb(in_host)}
         with make(model.path, expert_policy=policy, **room) as llm:
-            assert slots_of(llm) == (cached, ring)
-            assert said(llm) == resident(name)
+            assert buffers_of(llm) == (cached, ring)
+            assert answers(llm) == resident(name)
             store, reads = llm.engine.executor.offload.store, []
             monkeypatch.setattr(store, "_read", lambda *args, reads=reads: reads.append(args))
             first = llm.engine.executor.expert_stats()
-            said(llm)
+            answers(llm)
             since = llm.engine.executor.expert_stats() - first
             misses.append(since.misses)
             assert len(reads) == since.bytes_from_disk == 0, in_host
@@ -270,8 +273,98 @@ def test_experts_on_disk_that_are_misread_would_show(facts: Find, resident: Resi
     model = facts("trained mixtral")
     with make(model.path, expert_cache_gb=model.gb(6), expert_host_gb=0) as llm:
         files = llm.engine.executor.offload.store._files
-        files[1, 3].parts["down"], files[1, 4].parts["down"] = files[1, 4].parts["down"], files[1, 3].parts["down"]
-        assert said(llm) != resident("trained mixtral")
+        files[1, 3]["down"], files[1, 4]["down"] = files[1, 4]["down"], files[1, 3]["down"]
+        assert answers(llm) != resident("trained mixtral")
+
+
+# ---- what a miss costs -----------------------------------------------------------------------------------------------
+
+
+TIERS = {"memory": 32, "disk": 0, "mixed": 13}  # experts of the trained Mixtral in host memory, of 32
+LAYERS, TOP_K = 4, 2
+
+
+def decode(llm: LLM, num_tokens: int) -> Iterator[None]:
+    """One sequence; the prompt is done before the first yield, and one token is decoded between two of them."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    llm.engine.add_request("one", [700, 12, 900, 44], params)
+    llm.engine.step()
+    while llm.engine.has_unfinished_requests():
+        yield
+        llm.engine.step()
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor that was made: its memory is none of the arguments'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        self.num_ops += 1
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_miss_allocates_no_memory_for_weights(tier: str, facts: Find) -> None:
+    """From disk, where bf16 is converted to fp32, neither."""
+    model, matrix_bytes = facts("trained mixtral"), 128 * 256 * 2  # one matrix as it is stored
+    with Allocations() as seen, torch.inference_mode():
+        torch.empty(matrix_bytes, dtype=torch.uint8)[:5].view(5)
+    assert (seen.largest, seen.num_ops) == (matrix_bytes, 3), "an allocation is seen, a view is not"
+    with make(model.path, expert_cache_gb=model.gb(4), expert_host_gb=model.gb(TIERS[tier])) as llm:
+        steps = decode(llm, 12)
+        next(steps)
+        before = llm.engine.executor.expert_stats()
+        with Allocations() as seen:
+            list(steps)
+        assert (llm.engine.executor.expert_stats() - before).misses > 40
+    assert seen.num_ops > 500
+    assert seen.largest < matrix_bytes
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_host_waits_once_a_layer_and_only_a_mixed_tier_copies_back(
+    tier: str, facts: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert that loses its buffer moves no bytes, but where host memory holds some experts and not others. No
+    memory is given back to the driver, and the file is not written."""
+    model = facts("trained mixtral")
+    with make(model.path, expert_cache_gb=model.gb(5)) as llm:
+        held = enumerate(llm.engine.executor.offload.store.held)
+        truth = {(layer, e): block.tensor.clone() for layer, experts in held for e, block in experts.items()}
+    released: list[int] = []
+    monkeypatch.setattr(Device, "release_cached", lambda self: released.append(1))
+    file_before = (model.path / "model.safetensors").stat()
+    with make(model.path, expert_cache_gb=model.gb(5), expert_host_gb=model.gb(TIERS[tier])) as llm:
+        offload = llm.engine.executor.offload
+        stream, downloads, targets = offload.stream, [], []
+        download, copy = stream.download, stream.copy
+        monkeypatch.setattr(stream, "download", lambda t: downloads.append(t.numel()) or download(t))
+        monkeypatch.setattr(stream, "copy", lambda t, s: targets.append(t.data_ptr()) or copy(t, s))
+        blocks = {block.tensor.data_ptr() for held in offload.store.held for block in held.values()}
+        list(decode(llm, 20))
+        assert len(downloads) == 20 * LAYERS  # a prompt and 19 tokens
+        assert max(downloads) <= 4 * TOP_K * 3  # the choices and the guesses of two layers: no experts
+        first = offload._views[0][0].data_ptr()
+        stats = llm.engine.executor.expert_stats()
+        assert len(targets) >= stats.misses > 50
+        back = [target for target in targets if not first <= target < first + 5 * model.expert_bytes]
+        assert set(back) <= blocks, "copies go to buffers, or to host memory, and nowhere else"
+        assert len(back) * model.expert_bytes == stats.bytes_saved
+        assert (0 < len(back) < stats.misses / 4) == (tier == "mixed")
+        held = [(layer, expert) for layer, experts in enumerate(offload.store.held) for expert in experts]
+        assert len(held) == len(blocks) == TIERS[tier]
+        assert all(torch.equal(offload.store.block(*key), truth[key]) for key in held)
+        assert not released
+    file = (model.path / "model.safetensors").stat()
+    assert (file.st_mtime_ns, file.st_size) == (file_before.st_mtime_ns, file_before.st_size)
 
 
 # ---- several engines -------------------------------------------------------------------------------------------------
@@ -325,7 +418,7 @@ def test_opening_and_closing_leaks_nothing(facts: Find) -> None:
     assert resident_bytes() - before < 30 << 20
 
 
-# ---- what it tells ---------------------------------------------------------------------------------------------------
+# ---- metrics and log -------------------------------------------------------------------------------------------------
 
 
 def check_metrics(output: RequestOutput, model: Facts) -> dict[str, Any]:
@@ -353,40 +446,20 @@ def test_metrics_of_a_request(facts: Find) -> None:
         assert found["misses"] + found["hits"] >= 5 * 4 * 2  # each of 5 decodes: 2 experts in each of 4 layers
         again = check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
         assert again["tokens"] == 38 - 32  # this request's own, less two blocks of the prefix cache
-    with make(model.path, expert_cache_gb=model.gb(model.most_slots)) as llm:
+    with make(model.path, expert_cache_gb=model.gb(model.most_buffers)) as llm:
+        llm.engine.add_request("gone", PROMPTS[2], PARAMS[0])
+        llm.engine.step()
+        assert llm.engine.abort_request("gone").metrics.experts is None  # it never came to its end
         check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         warm = check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
         assert (warm["hit_rate"], warm["bytes_copied"]) == (1.0, 0)
 
 
-def test_metrics_with_guesses(facts: Find) -> None:
-    model = facts("trained mixtral")
-    with make(model.path, expert_cache_gb=model.gb(8)) as llm:
-        llm.engine.executor.offload.idle = FixedIdle(2)
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        longest = max((check_metrics(o, model) for o in outputs), key=lambda m: m["tokens"])
-        total = llm.engine.executor.expert_stats()
-        assert longest["prefetched_bytes_useful"] > 0
-        assert longest["bytes_copied"] <= total.bytes_copied
-        undecided = total.bytes_copied - total.misses * model.expert_bytes - total.prefetched_bytes_wasted
-        ring = slots_of(llm)[1]
-        assert 0 <= undecided <= ring * model.expert_bytes  # guesses that lie in the ring still
-
-
-def test_an_aborted_request_has_none_and_spoils_none(facts: Find) -> None:
-    model = facts("trained mixtral")
-    with make(model.path, expert_cache_gb=model.gb(8)) as llm:
-        llm.engine.add_request("gone", PROMPTS[2], PARAMS[0])
-        llm.engine.step()
-        assert llm.engine.abort_request("gone").metrics.experts is None  # it never came to its end
-        check_metrics(llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0], model)
-
-
 def test_the_log_says_it_too(facts: Find, caplog: pytest.LogCaptureFixture) -> None:
     model = facts("trained mixtral")
     with caplog.at_level(logging.INFO, logger="nanovllm"), make(model.path, expert_cache_gb=model.gb(8)) as llm:
-        assert "experts: 8 slots of 0.4 MiB" in caplog.text
+        assert "experts: 8 buffers of 0.4 MiB" in caplog.text
         assert "4 of them stream" in caplog.text
         output = llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)[0]
     lines = [record for record in caplog.records if "found on the device" in record.getMessage()]
@@ -417,7 +490,7 @@ def test_the_engine_decides_as_the_plan_says(
     gigabytes: int, host_gigabytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = PlanOptions(model=str(MIXTRAL_8X7B), gpu_memory_gb=gigabytes, host_memory_gb=host_gigabytes)
-    plan = make_plan(options)
+    plan = make_estimate(options)
     assert plan.tiers is not None
     assert plan.tiers.placement == "offload"
     monkeypatch.setattr(expert_memory, "available_host_bytes", lambda: plan.memory.host_bytes)
@@ -426,24 +499,24 @@ def test_the_engine_decides_as_the_plan_says(
     card = Card(torch.device("cpu"))
     tiers = expert_memory.size_experts(config, plan.model.config, card, torch.bfloat16, limits)
     # The engine's rotary table ends at max_model_len and not where the model was trained to: its step is smaller by
-    # that, which is at most one slot.
+    # that, which is at most one buffer.
     exact = replace(plan.model, trained_len=plan.wants.max_model_len)
     planned, engines = (facts.step_bytes(limits.max_num_batched_tokens, 64) for facts in (plan.model, exact))
     shrinks = planned - engines
     assert 0 <= shrinks < plan.tiers.expert_bytes
-    assert plan.tiers.num_slots <= tiers.num_slots <= plan.tiers.num_slots + 1
+    assert plan.tiers.num_buffers <= tiers.num_buffers <= plan.tiers.num_buffers + 1
     free = {"quotas", "kv_bytes", "kv_tokens", "longest_context", "step_bytes"}
     for fact in fields(tiers):
         if fact.name not in free:
             assert getattr(tiers, fact.name) == getattr(plan.tiers, fact.name), fact.name
-    assert sum(tiers.quotas) - sum(plan.tiers.quotas) == tiers.num_slots - plan.tiers.num_slots
+    assert sum(tiers.quotas) - sum(plan.tiers.quotas) == tiers.num_buffers - plan.tiers.num_buffers
 
 
-@pytest.mark.parametrize("num_slots", [2, 4, 9, 36, 40])
-def test_the_engine_has_the_slots_that_were_planned(num_slots: int, facts: Find) -> None:
-    """A CPU has no context and no graphs, so what it has left is not a card's; a given number of slots is the same."""
+@pytest.mark.parametrize("num_buffers", [2, 4, 9, 36, 40])
+def test_the_engine_has_the_buffers_that_were_planned(num_buffers: int, facts: Find) -> None:
+    """A CPU has no context and no graphs, so it has more memory left than a card; a given number of buffers is kept."""
     model = facts("trained mixtral")
-    cache, host = model.gb(num_slots), model.gb(10)
+    cache, host = model.gb(num_buffers), model.gb(10)
     options = PlanOptions(
         model=str(model.path),
         gpu_memory_gb=2,
@@ -453,10 +526,10 @@ def test_the_engine_has_the_slots_that_were_planned(num_slots: int, facts: Find)
         expert_cache_gb=cache,
         expert_host_gb=host,
     )
-    plan = make_plan(options)
+    plan = make_estimate(options)
     assert plan.tiers is not None
     with LLM(**plan.settings, device="cpu", num_kvcache_blocks=16) as llm:
         experts = llm.engine.describe()["runs_on"]["experts"]
-        assert slots_of(llm) == (plan.tiers.num_cached, plan.tiers.num_streaming)
+        assert buffers_of(llm) == (plan.tiers.num_cached, plan.tiers.num_streaming)
         assert (experts["in_host_memory"], experts["on_disk"]) == (plan.tiers.host_experts, plan.tiers.disk_experts)
         assert llm.generate("The public debt", PARAMS[0], use_tqdm=False)[0].error is None

@@ -67,7 +67,7 @@ def main() -> None:
                             **LABELS[label],
                         )
                         rows.append(row)
-                        faults += [f"{family} {backend} {batch} {label}: {said}" for said in row.faults(reference)]
+                        faults += [f"{family} {backend} {batch} {label}: {fault}" for fault in row.faults(reference)]
                 except ConfigError as error:
                     refused[backend] = str(error)
                     print(error, flush=True)

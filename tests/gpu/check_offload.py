@@ -1,44 +1,39 @@
-"""Offloaded experts on a GPU: the bits of resident ones, then how near batch-1 decode comes to the link's bound.
+"""Offloaded experts on a GPU have the bits and the tokens of resident ones: `python tests/gpu/check_offload.py`.
 
-    python tests/gpu/check_offload.py --out DIR [--layers 8]          needs a GPU, 23 GB of host memory at 8 layers
-    python tests/gpu/check_offload.py --device cpu --tiny             the same path on small shapes, anywhere
-
-A stack of MoE layers in the shapes of Mixtral 8x7B, dummy experts in locked host memory, one token at a time. Which
-experts it chooses is made up (cache.Routing: skewed popularity that drifts); a guess about the next layer
-is right for an expert with probability --accuracy, squared for the layer after it. Between two layers the GPU is kept
-busy for as long as attention and norms of a layer take (--between, us).
-
-The bound is the time the link needs for the experts that were missing: misses x bytes / bandwidth.
+Layers alone: random calls for every policy, several sizes of the cache, with room for all experts in host memory and
+for half of them. The engine: tiny-mixtral resident, offloaded with captured segments, offloaded kernel by kernel; 1, 2,
+3 and 4 sequences, fp32 and bf16, several sizes of cache. With --device cpu the layers alone, anywhere. How near decode
+comes to what the link allows: `nanovllm bench moe`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
-import time
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-from nanovllm.hardware.bandwidth import host_to_device_bandwidth
-from nanovllm.hardware.device import Device
-from nanovllm.hardware.parallel import Parallel
-from nanovllm.hardware.pinned import HostBlock
-from nanovllm.layers.build import Build
-from nanovllm.model_config import MoeConfig
-from nanovllm.moe.offload import store as store_module
-from nanovllm.moe.offload.cache import Routing
-from nanovllm.moe.offload.offload import GUESS_LAYERS, Offload, OffloadOptions
-from nanovllm.ops.opset import Ops, choose_ops
-from tests.moe.offload_rig import ReferenceFiles, fill_places
+from nanovllm import LLM, SamplingParams  # noqa: E402
+from nanovllm.hardware.device import Device  # noqa: E402
+from nanovllm.hardware.parallel import Parallel  # noqa: E402
+from nanovllm.hardware.pinned import HostBlock  # noqa: E402
+from nanovllm.layers.build import Build  # noqa: E402
+from nanovllm.model_config import MoeConfig  # noqa: E402
+from nanovllm.moe.offload.offload import Offload, OffloadOptions  # noqa: E402
+from nanovllm.ops.opset import Ops, choose_ops  # noqa: E402
+from tests.moe.offload_rig import ReferenceFiles, fill_places  # noqa: E402
 
-VARIANTS = {"none": ("none", False), "lru": ("lru", False), "lfu": ("lfu", False), "lfu + prefetch": ("lfu", True)}
+FIXTURE = ROOT / "tests/fixtures/tiny-mixtral"
+VARIANTS = (("none", False), ("lru", False), ("lfu", False), ("lfu", True))  # policy, prefetch
+PARTS = ("gate", "up", "down")
+PROMPTS = ["The state of our union", "My fellow Americans, this", "We", "Tonight I want to"]
 
 
 @dataclass(frozen=True)
@@ -49,57 +44,46 @@ class Case:
     hidden: int
     dtype: torch.dtype
 
-    def offload(self, options: OffloadOptions, files: ReferenceFiles | None = None) -> Offload:
+    def offload(self, options: OffloadOptions, files: ReferenceFiles) -> Offload:
         build = Build(self.dtype, self.device.torch_device, self.ops, Parallel())
-        return Offload(self.moe, self.hidden, build, self.device, options, files)  # type: ignore[arg-type]
+        offload = Offload(self.moe, self.hidden, build, self.device, options, files)  # type: ignore[arg-type]
+        fill_places(offload.store, files)
+        return offload
 
-
-def fill(offload: Offload, device: Device) -> None:
-    for parts in offload.places().values():
-        for place in parts.values():
-            place.copy_(torch.empty(place.shape, dtype=place.dtype, device=device.torch_device).uniform_(-1e-2, 1e-2))
-
-
-def draw_files(case: Case) -> ReferenceFiles:
-    files, (hidden, size) = ReferenceFiles(), (case.hidden, case.moe.intermediate_size)
-    for layer in range(len(case.moe.layers)):
-        for expert in range(case.moe.num_experts):
-            for part, shape in (("gate", (size, hidden)), ("up", (size, hidden)), ("down", (hidden, size))):
-                files.tensors[f"{layer}.{expert}.{part}"] = torch.empty(shape, dtype=case.dtype).uniform_(-1e-2, 1e-2)
-    return files
+    def draw_files(self) -> ReferenceFiles:
+        files, (hidden, size) = ReferenceFiles(), (self.hidden, self.moe.intermediate_size)
+        for layer in range(len(self.moe.layers)):
+            for expert in range(self.moe.num_experts):
+                for part, shape in zip(PARTS, ((size, hidden), (size, hidden), (hidden, size))):
+                    numbers = torch.empty(shape, dtype=self.dtype).uniform_(-1e-2, 1e-2)
+                    files.tensors[f"{layer}.{expert}.{part}"] = numbers
+        return files
 
 
 def check_bits(case: Case) -> int:
-    """Random steps against all-resident, for every policy, several sizes of the cache, with room for all experts in
-    host memory and for half of them. Number of calls compared."""
-    where, num = case.device.torch_device, 0
-    files, experts = draw_files(case), range(case.moe.num_experts)
-    half = 3 * case.hidden * case.moe.intermediate_size * case.dtype.itemsize * len(experts) * len(case.moe.layers) // 2
-    blocks = [
-        torch.stack(
-            [
-                torch.cat([files.tensors[f"{layer}.{e}.{part}"].flatten() for part in ("gate", "up", "down")])
-                for e in experts
-            ]
-        ).to(where)
-        for layer in range(len(case.moe.layers))
-    ]
-    for number, (policy, prefetch) in enumerate(VARIANTS.values()):
+    """Number of calls compared."""
+    where, num, num_layers = case.device.torch_device, 0, len(case.moe.layers)
+    files, experts = case.draw_files(), range(case.moe.num_experts)
+    half = 3 * case.hidden * case.moe.intermediate_size * case.dtype.itemsize * len(experts) * num_layers // 2
+    blocks = []
+    for layer in range(num_layers):
+        rows = [torch.cat([files.tensors[f"{layer}.{e}.{part}"].flatten() for part in PARTS]) for e in experts]
+        blocks.append(torch.stack(rows).to(where))
+    for number, (policy, prefetch) in enumerate(VARIANTS):
         for cached, streaming, host_bytes in ((0, 2, None), (3, 4, None), (16, 3, None), (3, 4, half), (9, 3, half)):
             options = OffloadOptions(cached, streaming, policy, prefetch, False, host_bytes, piece_bytes=1 << 14)
             offload = case.offload(options, files)
-            fill_places(offload.store, files)
             gates = [torch.randn(case.moe.num_experts, case.hidden, device=where).to(case.dtype) for _ in blocks]
             offload.watch_gates(gates)
             for num_tokens in (40, 1, 1, 2, 1, 7, 130, 1, 1, 1):
                 x = torch.randn(num_tokens, case.hidden, device=where).to(case.dtype)
                 for layer, gate in enumerate(gates):
                     ids, weights = case.ops.route(case.ops.linear(x, gate), case.moe.top_k, True)
-                    out = offload.experts(layer, case.moe, case.hidden, None)(x, ids, weights)  # type: ignore[arg-type]
+                    out = offload.compute(layer, x, ids, weights)
                     views = offload.shape.views(blocks[layer])
                     wanted = case.ops.sum_pairs(case.ops.expert_pairs(x, *views, ids, weights))
                     if not torch.equal(out, wanted):
-                        raise SystemExit(f"{policy}, {cached} + {streaming} slots, {num_tokens} tokens: other bits")
+                        raise SystemExit(f"{policy}, {cached} + {streaming} buffers, {num_tokens} tokens: other bits")
                     num += 1
                     x = out * 50
             if cached == 9 and policy != "none" and offload.stats().bytes_saved == 0:
@@ -110,7 +94,7 @@ def check_bits(case: Case) -> int:
 
 
 def check_locking(device: Device) -> None:
-    """A refusal of the driver is a MemoryError, and no later kernel is blamed for it."""
+    """A refusal of the driver is a MemoryError, and no later kernel reports it as its own error."""
     block = HostBlock(1 << 20, torch.uint8, device)
     assert block.tensor.is_pinned()
     try:
@@ -123,172 +107,46 @@ def check_locking(device: Device) -> None:
     block.close()
 
 
-class Guesses:
-    """Stands in for the next layer's router: tells the ids that the routing made up, mostly. `route` of the operators
-    is asked for nothing else here."""
-
-    def __init__(self, accuracy: float, num_experts: int, device: torch.device) -> None:
-        self.accuracy, self.num_experts = accuracy, num_experts
-        self.draw = random.Random(0)
-        self.device = device
-        self.queue: list[torch.Tensor] = []
-
-    def prepare(self, tokens: list[list[list[int]]]) -> None:
-        """Known ahead, so that making them up costs no time later."""
-        asked = [range(i + 1, min(i + 1 + GUESS_LAYERS, len(tokens[0]))) for i in range(len(tokens[0]) - 1)]
-        flat = [
-            self._guess(layers[later], self.accuracy ** (n + 1))
-            for layers in tokens
-            for ahead in asked
-            for n, later in enumerate(ahead)
-        ]
-        guesses = torch.tensor(flat, dtype=torch.int32).to(self.device)
-        self.queue = list(guesses.split([len(ahead) for _ in tokens for ahead in asked]))
-
-    def _guess(self, chosen: list[int], accuracy: float) -> list[int]:
-        others = [expert for expert in range(self.num_experts) if expert not in chosen]
-        self.draw.shuffle(others)
-        return [expert if self.draw.random() < accuracy else others.pop() for expert in chosen]
-
-    def route(self, logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.queue.pop(0), logits
+def tokens(folder: Path, dtype: str, **options: Any) -> list[list[int]]:
+    """Greedy and seeded answers to 1, 2, 3 and 4 prompts."""
+    llm, found = LLM(str(folder), dtype=dtype, gpu_memory_utilization=0.2, max_num_seqs=8, **options), []
+    for temperature, seed in ((0, None), (0.8, 5)):
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=32, ignore_eos=True)
+        for count in (1, 2, 3, 4):
+            found += [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:count], params, use_tqdm=False)]
+    llm.close()
+    return found
 
 
-def measure(case: Case, offload: Offload, tokens: list[list[list[int]]], between: int) -> dict[str, float]:
-    """Decode `tokens` after a tenth of them as warm-up."""
-    device, where = case.device, case.device.torch_device
-    layers = [offload.experts(i, case.moe, case.hidden, None) for i in range(len(case.moe.layers))]  # type: ignore[arg-type]
-    ids = torch.tensor(tokens, dtype=torch.int32).to(where)[:, :, None]  # [tokens, layers, 1, top_k]
-    rows = [[*row.unbind(0)] for row in ids.unbind(0)]
-    x = torch.randn(1, case.hidden, device=where).to(case.dtype)
-    weights = torch.full((1, case.moe.top_k), 1 / case.moe.top_k, device=where)
-    warm = len(tokens) // 10
-    start, earlier = 0.0, offload.stats()
-    for number, row in enumerate(rows):
-        if number == warm:
-            device.synchronize()
-            start, earlier = time.perf_counter(), offload.stats()
-        for layer, chosen in zip(layers, row):
-            if between and device.is_gpu:
-                torch.cuda._sleep(between)
-            layer(x, chosen, weights)
-    device.synchronize()
-    seconds = time.perf_counter() - start
-    stats = offload.stats() - earlier
-    num_layers = (len(rows) - warm) * len(layers)
-    return {
-        "us_per_layer": seconds / num_layers * 1e6,
-        "missed_bytes_per_layer": stats.misses * offload.shape.num_bytes / num_layers,
-        "hit_rate": stats.hit_rate,
-        "stall_share": stats.stall_seconds / seconds,
-        "copied_bytes_per_layer": stats.bytes_copied / num_layers,
-        "prefetch_precision": stats.prefetch_precision,
-    }
+def check_tokens(folder: Path, variants: list[tuple[float, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """`variants`: expert_cache_gb of float32 experts, other options."""
+    rows = []
+    for dtype, share in (("float32", 1.0), ("bfloat16", 0.5)):
+        expected = tokens(folder, dtype)
+        for gb, more in variants:
+            found = tokens(folder, dtype, expert_placement="offload", expert_cache_gb=gb * share, **more)
+            equal = sum(a == b for a, b in zip(found, expected))
+            rows.append({"dtype": dtype, "cache_gb": gb * share, **more, "equal": equal, "of": len(expected)})
+            print(json.dumps(rows[-1]), flush=True)
+    assert all(row["equal"] == row["of"] for row in rows)
+    return rows
 
 
-def open_stack(case: Case, options: OffloadOptions, source: Offload | None) -> Offload:
-    """One copy of the experts serves all variants: locking 22 GB for each would take most of the time."""
-    if source is None:
-        offload = case.offload(options)
-        fill(offload, case.device)
-        return offload
-    reserve = store_module.ExpertStore._reserve
-    store_module.ExpertStore._reserve = lambda self, device, host_bytes, quotas: None  # type: ignore[method-assign]
-    try:
-        offload = case.offload(options)
-    finally:
-        store_module.ExpertStore._reserve = reserve  # type: ignore[method-assign]
-    offload.store._blocks, offload.store.held = source.store._blocks, source.store.held
-    offload.cache.held, offload.cache.num_blocks = source.store.held, source.store.num_blocks
-    offload.idle = type(offload.idle)(offload.stream, source.idle._bandwidth, source.idle._piece_bytes)
-    return offload
-
-
-def sleep_cycles(microseconds: float) -> int:
-    """For torch.cuda._sleep, whose clock differs from card to card."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1000)
-    start.record()
-    torch.cuda._sleep(10_000_000)
-    stop.record()
-    stop.synchronize()
-    return int(10_000_000 * microseconds / (start.elapsed_time(stop) * 1e3))
-
-
-def run(case: Case, args: argparse.Namespace) -> list[dict[str, object]]:
-    routing = Routing(case.moe.num_experts, case.moe.top_k, skew=args.skew)
-    tokens = list(islice(routing.tokens(args.layers, seed=1), args.tokens))
-    link = host_to_device_bandwidth(case.device, 10**7 if args.tiny else 256 * 10**6)
-    between = sleep_cycles(args.between) if case.device.is_gpu else 0
-    print(f"link {link / 1e9:.1f} GB/s, {len(tokens)} tokens, {args.layers} layers", flush=True)
-    results: list[dict[str, object]] = []
-    source: Offload | None = None
-    gates = [torch.zeros(case.moe.num_experts, case.hidden, dtype=case.dtype, device=case.device.torch_device)]
-    for cached in args.cached:
-        for name, (policy, prefetch) in VARIANTS.items():
-            options = OffloadOptions(cached * args.layers, 2 * case.moe.top_k, policy, prefetch)
-            guesses = Guesses(args.accuracy, case.moe.num_experts, case.device.torch_device)
-            guesses.prepare(tokens)
-            offload = open_stack(replace(case, ops=replace(case.ops, route=guesses.route)), options, source)
-            source = source or offload
-            offload.watch_gates(gates * args.layers)
-            found = measure(case, offload, tokens, between)
-            bound = found["missed_bytes_per_layer"] / link * 1e6
-            found |= {"bound_us": bound, "share": bound / found["us_per_layer"]}
-            print(
-                f"{cached} of {case.moe.num_experts} cached, {name:15s} {found['us_per_layer']:8.0f} us a layer, "
-                f"hits {found['hit_rate']:.2f}, bound {bound:6.0f} us = {found['share']:.1%}, "
-                f"stall {found['stall_share']:.0%}, prefetch precision {found['prefetch_precision']:.2f}",
-                flush=True,
-            )
-            results.append({"cached": cached, "variant": name, **{k: round(v, 4) for k, v in found.items()}})
-            if offload is not source:
-                offload.stream.synchronize()
-                offload.store._blocks, offload.store.held = [], []
-                offload.close()
-            del offload
-    if source is not None:
-        source.close()
-    return results
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--tiny", action="store_true", help="small shapes")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=60)
-    parser.add_argument("--cached", type=int, nargs="+", default=[2, 4, 6])
-    parser.add_argument("--accuracy", type=float, default=0.8, help="of the guess about the next layer")
-    parser.add_argument("--between", type=float, default=100.0, help="us of other work between two layers")
-    parser.add_argument("--skew", type=float, default=0.7)
-    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file")
-    args = parser.parse_args()
-    begin = time.perf_counter()
+    device = Device.choose(parser.parse_args().device)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    device = Device.choose(args.device)
     dtype = torch.bfloat16 if device.is_gpu else torch.float32
-    ops = choose_ops(device.is_gpu, dtype)
-    small = Case(device, ops, MoeConfig(8, 2, 128, True, (True,) * 2), 128, dtype)
+    case = Case(device, choose_ops(device.is_gpu, dtype), MoeConfig(8, 2, 128, True, (True,) * 2), 128, dtype)
+    print(f"{check_bits(case)} calls have the bits of resident experts ({device.name})", flush=True)
     if device.is_gpu:
         check_locking(device)
-    print(f"{check_bits(small)} calls have the bits of resident experts ({device.name})", flush=True)
-    size, hidden = (256, 128) if args.tiny else (14336, 4096)
-    case = Case(device, ops, MoeConfig(8, 2, size, True, (True,) * args.layers), hidden, dtype)
-    results = run(case, args)
-    if args.out is not None:
-        record = {
-            "date": time.strftime("%Y-%m-%d"),
-            "device": device.name,
-            "torch": torch.__version__,
-            "layers": args.layers,
-            "results": results,
-        }
-        (args.out / "check_offload.json").write_text(json.dumps(record, indent=1))
-    print(f"{time.perf_counter() - begin:.0f} s")
-    return 0
+        expert_gb = 3 * 128 * 256 * 4 * 1.001 / 2**30
+        more = [(2, {}), (6, {}), (12, {"expert_policy": "lru"}), (40, {}), (12, {"enforce_eager": True})]
+        check_tokens(FIXTURE, [(buffers * expert_gb, options) for buffers, options in more])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,7 +4,7 @@
 
 Twice. *Raised*: the forward pass raises torch.OutOfMemoryError whenever one request is in the step (runs on a CPU too,
 with a tiny model). *Real*: after start-up the rest of the card is taken away, and a long prompt needs more than is
-left; then memory is given back. Each time: that one request failed and was told why; that the others, those in its step
+left; then memory is given back. Each time: that one request failed, with the cause; that the others, those in its step
 too, have the tokens of an engine where nothing went wrong; that no block is lost; and that afterwards all are served,
 the failed one too. In float32: batches differ from run to run, and in 16 bits a near-tie could fall the other way.
 Writes check_oom.json.
@@ -82,7 +82,7 @@ def raised(engine: LLMEngine) -> Iterator[None]:
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if holds_victim:
-            raise torch.OutOfMemoryError("out of memory, says the test")
+            raise torch.OutOfMemoryError("out of memory, raised by the test")
         return forward(*args, **kwargs)
 
     engine.executor.launch, model.forward = noted, failing  # type: ignore[method-assign]
@@ -94,7 +94,7 @@ def raised(engine: LLMEngine) -> Iterator[None]:
 
 @contextmanager
 def really(engine: LLMEngine) -> Iterator[None]:
-    """All but LEFT_BYTES of the card is somebody else's."""
+    """All but LEFT_BYTES of the card is taken."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     hold = []
@@ -107,10 +107,10 @@ def really(engine: LLMEngine) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def check(engine: LLMEngine, wanted: Requests, trouble: Callable[[LLMEngine], Any]) -> dict[str, Any]:
+def check(engine: LLMEngine, wanted: Requests, shortage: Callable[[LLMEngine], Any]) -> dict[str, Any]:
     clean = {name: output.outputs[0].token_ids for name, output in serve(engine, wanted).items()}
     assert len(clean) == len(wanted)
-    with trouble(engine):
+    with shortage(engine):
         final = serve(engine, wanted)
     assert set(final) == set(wanted), "every request ends"
     failed = {name for name, output in final.items() if output.outputs[0].finish_reason == "error"}
@@ -143,7 +143,7 @@ def main() -> None:
         if not on_gpu:
             model = {"model": str(make_reference("llama", Path(temp), lens=(1,)).path), "max_model_len": 160}
         for backend in args.backends.split(","):
-            for label, trouble in {"raised": raised, **({"real": really} if on_gpu else {})}.items():
+            for label, shortage in {"raised": raised, **({"real": really} if on_gpu else {})}.items():
                 with LLM(
                     **model,
                     dtype="float32",
@@ -155,7 +155,7 @@ def main() -> None:
                     num_kvcache_blocks=256,
                     enable_prefix_caching=False,
                 ) as llm:
-                    found = check(llm.engine, requests(8000 if label == "real" else 100), trouble)
+                    found = check(llm.engine, requests(8000 if label == "real" else 100), shortage)
                     found |= {"case": label, "attn_backend": llm.engine.describe()["runs_on"]["attn_backend"]}
                 results.append(found)
                 print(json.dumps(found), flush=True)

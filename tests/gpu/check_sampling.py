@@ -4,7 +4,7 @@
 
 Requests of every kind run together and alone, captured and eager, one and eight tokens a visit: seeded rows must give
 the same tokens each time (fp32: in 16 bits other shapes of products round other logits). Bans, biases, minimum lengths
-and allowed tokens must hold, logprobs must agree with each other and with the token.
+and allowed tokens must hold, logprobs must be consistent with each other and with the token.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 def check_logprobs(outputs: list[Any]) -> int:
     checked = 0
-    for output, asked in zip(outputs, params()):
-        if asked.logprobs is None:
+    for output, given in zip(outputs, params()):
+        if given.logprobs is None:
             assert output.outputs[0].logprobs is None
             continue
         assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
         for position, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids):
             own = position[token]
-            tops = sorted((one for one in position.values() if one.rank <= asked.logprobs), key=lambda one: one.rank)
-            assert [one.rank for one in tops] == list(range(1, len(tops) + 1)) or own.rank > asked.logprobs, position
+            tops = sorted((one for one in position.values() if one.rank <= given.logprobs), key=lambda one: one.rank)
+            assert [one.rank for one in tops] == list(range(1, len(tops) + 1)) or own.rank > given.logprobs, position
             values = [one.logprob for one in tops]
             assert values == sorted(values, reverse=True)
             assert own.logprob <= 0 and math.isfinite(own.logprob)  # noqa: PT018
-            assert len(position) in (max(asked.logprobs, 1), asked.logprobs + 1), (len(position), asked.logprobs)
-            if asked.temperature == 0:
+            assert len(position) in (max(given.logprobs, 1), given.logprobs + 1), (len(position), given.logprobs)
+            if given.temperature == 0:
                 assert own.rank == 1
             checked += 1
     scored = outputs[16].prompt_logprobs

@@ -1,7 +1,6 @@
 """Checks of the Triton kernels on a GPU: each against its plain twin in fp32, over shapes around every boundary.
 
-`check_jobs()` gives (name, run) pairs; run returns the largest error and raises when it is too large. Sequences lie in
-shuffled blocks, and cache memory that holds no key is NaN.
+`check_jobs()` gives (name, run) pairs; run returns the largest error and raises when it is too large.
 """
 
 import itertools
@@ -13,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from nanovllm.ops import activation, kv_cache, norm, rotary
+from nanovllm.ops import activation, norm
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
@@ -21,9 +20,9 @@ from nanovllm.ops.triton import decode_state, gemv, qk_norm_rope
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
-from nanovllm.ops.triton import store_kv as t_store_kv
 from nanovllm.ops.triton.common import capability
 from nanovllm.sampling.sampler import sample
+from tests.ops.kernel_rig import caches, paged_cache, rope_twin
 from tests.ops.sampler_rig import make_logits, make_rows, make_state
 
 DEVICE = "cuda"
@@ -44,32 +43,11 @@ def max_error(got, expected, dtype) -> float:
     return error
 
 
-def paged_cache(lens, block_size, num_kv_heads, head_dim, dtype, by_head=False, spare=3):
-    """(k, v, context_lens, tables) with shuffled blocks; what lies behind a context is NaN in both caches.
-
-    by_head: a block is stored [heads, slots, head_dim]; the caches are transposed views of that.
-    """
-    lens = torch.tensor(lens)
-    blocks = -(-lens // block_size)
-    total = int(blocks.sum()) + spare
-    place = torch.arange(max(int(blocks.max()), 1)) < blocks[:, None]
-    order = torch.randperm(total)[: total - spare]
-    tables = torch.zeros(place.shape, dtype=torch.int64)
-    tables[place] = order
-    held = torch.zeros(total, dtype=torch.int64)  # keys in a block
-    held[order] = (lens[:, None] - torch.arange(place.shape[1]) * block_size).clamp(0, block_size)[place]
-    hole = (torch.arange(block_size) >= held[:, None])[:, :, None, None].to(DEVICE)
-    shape = (total, num_kv_heads, block_size, head_dim) if by_head else (total, block_size, num_kv_heads, head_dim)
-    caches = [torch.randn(shape, dtype=dtype, device=DEVICE) for _ in range(2)]
-    caches = [(cache.transpose(1, 2) if by_head else cache).masked_fill_(hole, float("nan")) for cache in caches]
-    return *caches, lens.int().to(DEVICE), tables.int().to(DEVICE)
-
-
 def check_prefill(dtype, head_dim, group, block_size, window=None, by_head=False):
     def run() -> float:
         lens = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 700, 0]
         new = [(1, n, max(1, n - 64), (n + 1) // 2)[i % 4] if n else 2 for i, n in enumerate(lens)]
-        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype, by_head)
+        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype, by_head, DEVICE)
         starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32, device=DEVICE)
         q = rand(sum(new), 2 * group, head_dim, dtype=dtype)
         args = (starts, context_lens, tables, head_dim**-0.5, window)
@@ -82,7 +60,7 @@ def check_prefill(dtype, head_dim, group, block_size, window=None, by_head=False
 def check_decode(dtype, head_dim, group, block_size, launch, window=None, by_head=False):
     def run() -> float:
         lens = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 2049, 0]
-        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype, by_head)
+        k, v, context_lens, tables = paged_cache(lens, block_size, 2, head_dim, dtype, by_head, DEVICE)
         q = rand(len(lens), 2 * group, head_dim, dtype=dtype)
         fitted = decode.fit_launch(launch, head_dim, q.element_size(), capability(q.device))
         starts = torch.arange(len(lens) + 1)
@@ -119,32 +97,22 @@ def check_rope() -> float:
         positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
         slots = torch.randperm(320, device=DEVICE)[:tokens]
         slots[0] = -1
-        got = torch.zeros(2, 20, 16, nkv, head_dim, dtype=dtype, device=DEVICE)
-        expected = torch.zeros_like(got)
-        if tokens == 65:  # stored head by head
-            got = torch.zeros(2, 20, nkv, 16, head_dim, dtype=dtype, device=DEVICE).transpose(2, 3)
-        args = (1e-6, cos_sin, positions, got[0], got[1], slots, nq)
-        q = qk_norm_rope.qk_norm_rope(qkv, weights if has_norm else None, *args)
-        q_ref, k_ref, v_ref = qkv.float().view(tokens, -1, head_dim).split([nq, nkv, nkv], dim=1)
-        if has_norm:
-            q_ref = norm.rms_norm(q_ref, weights[0].float(), 1e-6)
-            k_ref = norm.rms_norm(k_ref, weights[1].float(), 1e-6)
-        q_ref, k_ref = rotary.apply_rotary(q_ref, k_ref, cos_sin, positions)
-        kv_cache.store_kv(k_ref, v_ref, expected[0], expected[1], slots, padded=True)
-        errors += [max_error(q, q_ref, dtype), max_error(got, expected, dtype)]
-        k, v = qkv.view(tokens, -1, head_dim).split([nq, nkv, nkv], dim=1)[1:]
-        t_store_kv.store_kv(k, v, got[0], got[1], slots)
-        kv_cache.store_kv(k, v, expected[0], expected[1], slots, padded=True)
-        assert torch.equal(got, expected)
+        both = caches(20, 16, nkv, head_dim, dtype, tokens == 65, DEVICE)  # 65: stored head by head
+        norms = weights if has_norm else None
+        q_twin, expected = rope_twin(qkv, norms, cos_sin, positions, torch.stack(both), slots, nq)
+        q = qk_norm_rope.qk_norm_rope(qkv, norms, 1e-6, cos_sin, positions, *both, slots, nq)
+        errors += [max_error(q, q_twin, dtype), max_error(torch.stack(both), expected, dtype)]
     return max(errors)
 
 
 def check_large_cache() -> float:
     """Slots whose element offset exceeds 2^31: int32 addressing would wrap."""
     cache = torch.zeros(2, 70_000, 256, 1, 128, dtype=BF16, device=DEVICE)  # 2 x 2.29e9 elements
-    k, slots = rand(2, 1, 128), torch.tensor([69_999 * 256 + 255, 3], device=DEVICE)
-    t_store_kv.store_kv(k, k, cache[0], cache[1], slots)
-    assert torch.equal(cache[0, -1, -1], k[0])
+    qkv, slots = rand(2, 4 * 128), torch.tensor([69_999 * 256 + 255, 3], device=DEVICE)  # two q heads, k and v
+    unturned = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), dim=1).to(DEVICE)  # cosines and sines of angle 0
+    zeros = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    qk_norm_rope.qk_norm_rope(qkv, None, 1e-6, unturned, zeros, cache[0], cache[1], slots, 2)
+    assert torch.equal(cache[:, -1, -1, 0], qkv[0].view(4, 128)[2:])
     tables = torch.tensor([[69_999]], dtype=torch.int32, device=DEVICE)
     lens = torch.tensor([256], dtype=torch.int32, device=DEVICE)
     q = rand(1, 2, 128)
@@ -211,7 +179,7 @@ def check_advance() -> float:
 
 
 def check_jobs() -> list[tuple[str, Callable[[], float]]]:
-    jobs = [("norm+silu", check_norm), ("rope+store", check_rope), ("sampling", check_sampling)]
+    jobs = [("norm+silu", check_norm), ("rope", check_rope), ("sampling", check_sampling)]
     jobs += [("gemv", check_gemv), ("advance", check_advance), ("large cache", check_large_cache)]
     shapes = [(BF16, 64, 3, 16), (BF16, 80, 2, 64), (BF16, 96, 1, 16), (BF16, 128, 2, 256), (BF16, 128, 4, 64)]
     shapes += [(BF16, 192, 1, 64), (BF16, 256, 8, 256), (FP16, 128, 2, 128), (FP32, 64, 3, 16), (BF16, 128, 2, 16)]

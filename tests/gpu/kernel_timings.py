@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kernel_checks import BF16, DEVICE, paged_cache, rand
+from kernel_checks import BF16, DEVICE, rand
 
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
@@ -22,6 +22,7 @@ from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
 from nanovllm.sampling.rows import SamplingRow
 from nanovllm.sampling_params import SamplingParams
+from tests.ops.kernel_rig import paged_cache
 from tests.ops.sampler_rig import make_state
 
 L2_BYTES = 160e6  # inputs of a timing exceed this together: three times the cache
@@ -48,7 +49,7 @@ def copies(num_bytes: float) -> range:
 
 def time_prefill(batch, length, block_size=BLOCK_SIZE):
     def build() -> Timed:
-        k, v, lens, tables = paged_cache([length] * batch, block_size, HEADS[1], HEAD_DIM, BF16)
+        k, v, lens, tables = paged_cache([length] * batch, block_size, HEADS[1], HEAD_DIM, BF16, device=DEVICE)
         starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=DEVICE)
         q = rand(batch * length, HEADS[0], HEAD_DIM)
         out = torch.empty_like(q)
@@ -72,7 +73,8 @@ def time_sdpa(batch, length):
 def time_decode(batch, length, block_size=BLOCK_SIZE):
     def build() -> Timed:
         num_bytes = batch * length * HEADS[1] * HEAD_DIM * 4
-        layers = [paged_cache([length] * batch, block_size, HEADS[1], HEAD_DIM, BF16) for _ in copies(num_bytes)]
+        lens = [length] * batch
+        layers = [paged_cache(lens, block_size, HEADS[1], HEAD_DIM, BF16, device=DEVICE) for _ in copies(num_bytes)]
         q = rand(batch, HEADS[0], HEAD_DIM)
         out, launch = torch.empty_like(q), decode.launch_for(q, HEADS[1], 4096)
         calls = [
@@ -135,8 +137,8 @@ def time_sampling(rows, vocab=151936, **params):
         num_bytes = rows * vocab * 2
         logits = [rand(rows, vocab, scale=3) for _ in copies(num_bytes)]
         index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-        asked = SamplingRow(SamplingParams(temperature=0.6, **params), 1, np.arange(9, dtype=np.int32), 5)
-        held = make_state([asked] * rows, vocab, list(range(rows)), str(DEVICE))
+        row = SamplingRow(SamplingParams(temperature=0.6, **params), 1, np.arange(9, dtype=np.int32), 5)
+        held = make_state([row] * rows, vocab, list(range(rows)), str(DEVICE))
         calls = [lambda x=x: t_sampling.draw(x, index, index, held.state) for x in logits]
         return Timed(calls, num_bytes=num_bytes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm.hardware.copies import CopyStream, Slot, StallClock, open_copy_stream, reading
+from nanovllm.hardware.copies import CopyStream, ExpertBuffer, StallClock, open_copy_stream, reading
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.pinned import HostBlock
 from tests.moe.offload_rig import LazyStream
@@ -14,7 +14,7 @@ CPU = Device(torch.device("cpu"))
 
 
 class CallStream(CopyStream):
-    """Writes down what it is told."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,24 +30,24 @@ class CallStream(CopyStream):
         self.calls.append("compute waits")
 
 
-def test_a_slot_is_read_after_its_copy_and_filled_after_its_use() -> None:
+def test_a_buffer_is_read_after_its_copy_and_filled_after_its_use() -> None:
     stream = CallStream()
-    slot, other = Slot(torch.zeros(4), stream), Slot(torch.zeros(4), stream)
+    buffer, other = ExpertBuffer(torch.zeros(4), stream), ExpertBuffer(torch.zeros(4), stream)
     write = lambda memory: stream.copy(memory, memory)  # noqa: E731
-    slot.fill(write)
+    buffer.fill(write)
     assert stream.calls == ["copy"]  # never used: nothing to wait for
-    with reading([slot]):
+    with reading([buffer]):
         assert stream.calls == ["copy", "compute waits"]
-    with reading([slot]):
+    with reading([buffer]):
         pass
     assert stream.calls == ["copy", "compute waits"]  # once is enough
-    slot.fill(write)
+    buffer.fill(write)
     assert stream.calls[2:] == ["copies wait", "copy"]
     other.fill(write)
-    with reading([slot, other]):  # one wait, for the later of the two copies
+    with reading([buffer, other]):  # one wait, for the later of the two copies
         pass
     assert stream.calls[4:] == ["copy", "compute waits"]
-    slot.fill(write)
+    buffer.fill(write)
     other.fill(write)  # its use was marked together with the other's: known to have passed
     assert stream.calls[6:] == ["copies wait", "copy", "copy"]
 
@@ -55,24 +55,24 @@ def test_a_slot_is_read_after_its_copy_and_filled_after_its_use() -> None:
 def test_lazy_copies_arrive_when_they_are_read() -> None:
     stream = LazyStream()
     memory = torch.zeros(4)
-    slot = Slot(memory, stream)
-    slot.fill(lambda target: stream.copy(target, torch.arange(4.0)))
+    buffer = ExpertBuffer(memory, stream)
+    buffer.fill(lambda target: stream.copy(target, torch.arange(4.0)))
     assert memory.sum() == 0
-    with reading([slot]):
+    with reading([buffer]):
         assert memory.sum() == 6
 
 
 def test_a_failed_fill_is_still_waited_for() -> None:
     stream = CallStream()
-    slot = Slot(torch.zeros(4), stream)
+    buffer = ExpertBuffer(torch.zeros(4), stream)
 
     def write(memory: torch.Tensor) -> None:
         stream.copy(memory, memory)
         raise OSError
 
     with pytest.raises(OSError):
-        slot.fill(write)
-    with reading([slot]):
+        buffer.fill(write)
+    with reading([buffer]):
         assert stream.calls == ["copy", "compute waits"]
 
 
@@ -85,11 +85,11 @@ def test_stalls_are_read_only_when_they_are_over() -> None:
 
     stream = Slow()
     clock = StallClock(stream)
-    slot = Slot(torch.zeros(4), stream)
-    slot.fill(lambda memory: stream.copy(memory, memory))
-    with reading([slot], clock):
+    buffer = ExpertBuffer(torch.zeros(4), stream)
+    buffer.fill(lambda memory: stream.copy(memory, memory))
+    with reading([buffer], clock):
         pass
-    with reading([slot], clock):  # already here: no stall
+    with reading([buffer], clock):  # already here: no stall
         pass
     assert clock.seconds() == 0.0
     stream.over = True
@@ -102,7 +102,6 @@ def test_the_stream_of_a_cpu_copies_at_once() -> None:
     stream.copy(memory, torch.ones(4))
     assert memory.sum() == 4
     assert stream.download(torch.arange(3)).tolist() == [0, 1, 2]
-    assert stream.bandwidth(memory, memory) is None
     first = stream.mark_copies(timed=True)
     assert stream.seconds(first, stream.mark_compute(timed=True)) >= 0.0
 

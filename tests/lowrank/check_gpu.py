@@ -18,16 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from nanovllm.lowrank.compress.layer import Fit, fit_front, fit_w2, held_out_errors
-from nanovllm.lowrank.compress.predict import w2_rank
+from nanovllm.lowrank.compress.layer import LayerFit, held_out_errors
+from nanovllm.lowrank.compress.model import Expert
+from nanovllm.lowrank.compress.options import Options
+from nanovllm.lowrank.compress.predict import w2_svd_rank
 from nanovllm.lowrank.compress.stream import Rows
-from nanovllm.lowrank.compress.windows import Expert
 
 HIDDEN, SIZE, EXPERTS = 4096, 14336, 8
 MOST_SECONDS, MOST_GB = 60, 24
 
 
-def check(rank: int, num_rows: int, device: torch.device) -> dict[str, object]:
+def check(svd_rank: int, num_rows: int, device: torch.device) -> dict[str, object]:
     torch.manual_seed(0)
 
     def matrix(*shape: int) -> torch.Tensor:
@@ -42,7 +43,7 @@ def check(rank: int, num_rows: int, device: torch.device) -> dict[str, object]:
         torch.rand(num_rows, 2).softmax(-1),
         torch.arange(num_rows) % 10 == 9,
     )
-    how = Fit(dtype=torch.bfloat16)
+    fit = LayerFit(rows, experts, Options(), torch.bfloat16)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -54,11 +55,11 @@ def check(rank: int, num_rows: int, device: torch.device) -> dict[str, object]:
         laps[name] = time.perf_counter()
         print(f"{name}: {laps[name] - laps['']:.1f} s since the start", file=sys.stderr, flush=True)
 
-    front = fit_front(rows, experts, {"w1": rank, "w3": rank}, how)
+    front = fit.front({"w1": svd_rank, "w3": svd_rank})
     lap("w1 and w3")
     errors = {}
     for side in ("output", "input"):
-        factors = fit_w2(rows, experts, front, w2_rank(rank, side, HIDDEN, SIZE), side, how)
+        factors = fit.with_w2(front, w2_svd_rank(svd_rank, side, HIDDEN, SIZE), side)
         lap(f"w2 {side}")
         errors[side] = held_out_errors(rows, experts, factors)["layer"]
         lap(f"w2 {side} measured")
@@ -66,7 +67,7 @@ def check(rank: int, num_rows: int, device: torch.device) -> dict[str, object]:
     peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
     names = list(laps)
     return {
-        "rank": rank,
+        "rank": svd_rank,
         "rows": num_rows,
         "seconds": total,
         "peak_gb": peak,

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nanovllm.hardware.device import Device
-from nanovllm.lowrank.compress.calibrate import Calibration, Source, collect
-from nanovllm.lowrank.compress.windows import WindowModel, open_windows
+from nanovllm.lowrank.compress.calibrate import Calibration, collect
+from nanovllm.lowrank.compress.model import WindowModel, open_windows
+from nanovllm.lowrank.compress.text import Source
 
 TRAINED = Path(__file__).parent.parent / "fixtures" / "tiny-mixtral"
 CPU = Device.choose("cpu")
@@ -17,7 +18,7 @@ CALIB_CHARACTERS = 30_000  # of calib.txt: 8,000 tokens or so; the documented fi
 
 @contextmanager
 def opened(path: Path = TRAINED) -> Iterator[WindowModel]:
-    with open_windows(path, CPU, 512) as model:
+    with open_windows(path, CPU) as model:
         yield model
 
 

@@ -1,4 +1,4 @@
-"""Folders of low-rank experts, made without nanovllm/compress: random orthonormal U, V = U^T A. And the dense model
+"""Folders of low-rank experts, made without lowrank/compress: random orthonormal U, V = U^T A. And the dense model
 that they stand for, to compare with: its experts are the products of the factors."""
 
 from __future__ import annotations
@@ -11,17 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovllm.lowrank.folder import (
-    FOLDER,
-    MATRICES,
-    U_FILE,
-    SvdMetadata,
-    teacher_hash,
-    u_key,
-    v_file,
-    v_key,
-    write_metadata,
-)
+from nanovllm.lowrank.folder import teacher_hash, write_metadata
+from nanovllm.lowrank.format import FOLDER, MATRICES, U_FILE, SvdMetadata, u_key, v_file, v_key
 from nanovllm.model_config import ModelConfig
 from nanovllm.weights.checkpoint import open_checkpoint
 
@@ -58,9 +49,7 @@ def full_rank(model: Path, side: str) -> Choice:
     return Choice(hidden, size if side == "input" else hidden, hidden, side)
 
 
-def write_svd(
-    model: Path, choices: list[Choice], mode: str = "shared", dense: Path | None = None, dtype: str = "float32"
-) -> Path:
+def write_svd(model: Path, choices: list[Choice], dense: Path | None = None, dtype: str = "float32") -> Path:
     """`choices` by sparse layer, the last one for the rest. `dense`: where to write the model with the experts that the
     factors give."""
     checkpoint = open_checkpoint(model)
@@ -82,10 +71,10 @@ def write_svd(
                 weight = checkpoint.read(names[layer, e, matrix]).double()  # [outputs, inputs]
                 outputs = matrix == "w2" and choice.side == "output"
                 a = weight if outputs else weight.T
-                u = shared.get(matrix)
-                if u is None or mode == "private":
-                    u = shared[matrix] = orthonormal(len(a), getattr(choice, matrix), generator)
-                    us[u_key(layer, matrix, e if mode == "private" else None)] = stored(u, dtype)
+                if matrix not in shared:
+                    shared[matrix] = orthonormal(len(a), getattr(choice, matrix), generator)
+                    us[u_key(layer, matrix)] = stored(shared[matrix], dtype)
+                u = shared[matrix]
                 vs[v_key(matrix)] = stored(u.T @ a, dtype)
                 product = u @ (u.T @ a)
                 products[names[layer, e, matrix]] = (product if outputs else product.T).float().contiguous()
@@ -93,13 +82,12 @@ def write_svd(
     save_file(us, folder / U_FILE)
     metadata = SvdMetadata(
         method="pca",
-        mode=mode,
         dtype=dtype,
         layer_ids=tuple(layers),
         num_experts=config.moe.num_experts,
         hidden_size=config.hidden_size,
         intermediate_size=config.moe.intermediate_size,
-        ranks={layer: {w: getattr(choice, w) for w in MATRICES} for layer, choice in choice_of.items()},
+        svd_ranks={layer: {w: getattr(choice, w) for w in MATRICES} for layer, choice in choice_of.items()},
         w2_modes={layer: choice.side for layer, choice in choice_of.items()},
         ridge=0.0,
         teacher_hash=teacher_hash(checkpoint),

@@ -10,7 +10,7 @@ import pytest
 from nanovllm.bench.moe import offload_config, read_model, with_layers
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.lowrank.checkpoint import low_rank_forms
+from nanovllm.lowrank.folder import low_rank_forms
 from tests.lowrank.rig import TRAINED
 from tests.lowrank.svd_folders import Choice, copy_model, write_svd
 

@@ -1,4 +1,4 @@
-"""Calibration: lesson 33, fault by fault, and calibrations that must not be used."""
+"""Calibration: only the text is recorded, no prompt comes twice, and calibrations that must not be used."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.lowrank.compress import text as texts
-from nanovllm.lowrank.compress.calibrate import FACTS, WINDOWS, Calibration, Source, collect, load_calibration
-from nanovllm.lowrank.compress.refine import run_model
-from nanovllm.lowrank.compress.stream import Stream, held_out, run_dense
-from nanovllm.lowrank.compress.text import Windows, Writing, cut_prompts, made_up_prompts
+from nanovllm.lowrank.compress.calibrate import FACTS, WINDOWS, Calibration, collect, load_calibration
+from nanovllm.lowrank.compress.stream import Stream, run_model
+from nanovllm.lowrank.compress.text import Source, cut_prompts, held_out, made_up_prompts
 from tests.lowrank.rig import TRAINED, content, opened, small_text
 
 
-def test_lesson_33_only_the_text_is_recorded(calibration: Calibration) -> None:
+def test_only_the_text_is_recorded(calibration: Calibration) -> None:
     """Neither warm-up rows nor padding: each token of a window that is not held out was seen by two experts a layer."""
     windows = calibration.windows
     assert int(windows.lens.min()) < windows.ids.shape[1]  # there is padding
@@ -39,7 +38,7 @@ def test_gram_matrices_are_those_of_the_rows(calibration: Calibration) -> None:
     with opened() as model, torch.no_grad():
 
         def spy(layer: int) -> Any:
-            dense = run_dense(model.experts(layer))
+            dense = model.dense_experts(layer)
 
             def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
                 for place in range(2):
@@ -55,7 +54,7 @@ def test_gram_matrices_are_those_of_the_rows(calibration: Calibration) -> None:
         experts = {layer: spy(layer) for layer in range(4)}
         for ids, length, held in zip(windows.ids, windows.lens.tolist(), held_out(len(windows)).tolist()):
             if not held:
-                run_model(model, ids[None, :length], experts)
+                run_model(model, ids[None, :length], experts.__getitem__)
 
     def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
         return float((found - wanted).abs().max()) <= 1e-3 * float(wanted.max())
@@ -72,8 +71,7 @@ def test_gram_matrices_are_those_of_the_rows(calibration: Calibration) -> None:
 def test_reservoirs_hold_held_out_rows_only(calibration: Calibration) -> None:
     with opened() as model:
         stream = Stream(model, calibration.windows, 16)  # as `collect` does: the same shapes, the same roundings
-        rows = stream.enter(0)
-        assert rows is not None
+        _, rows = next(stream.sparse_layers("test"))
         found = calibration.layer(0)
         for e in range(8):
             number = int((found["row_weights"][e] > 0).sum())
@@ -83,7 +81,7 @@ def test_reservoirs_hold_held_out_rows_only(calibration: Calibration) -> None:
             assert float(torch.cdist(found["rows"][e, :number].double(), held).min(1).values.max()) < 1e-4
 
 
-def test_lesson_33_no_prompt_comes_twice() -> None:
+def test_no_prompt_comes_twice() -> None:
     prompts = made_up_prompts(texts.MAX_PROMPTS)
     assert len(set(prompts)) == len(prompts) == texts.MAX_PROMPTS >= 200
     with pytest.raises(ConfigError, match=f"there are {texts.MAX_PROMPTS} different ones"):
@@ -93,17 +91,17 @@ def test_lesson_33_no_prompt_comes_twice() -> None:
     with pytest.raises(ConfigError, match="only 1 different beginnings"):
         cut_prompts([5] * 300, 2)
     with pytest.raises(ConfigError, match="repeat"):
-        texts.generate(TRAINED, ["one", "two", "one"], Writing(), "cpu")
+        Source().generate(TRAINED, ["one", "two", "one"], "cpu")
 
 
 def test_the_model_writes_its_own_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_DISABLE_SVD", "")
-    found = collect(TRAINED, tmp_path / "own", Source(None, 12, Writing(24, 0.7), 64), 8, "cpu")
+    found = collect(TRAINED, tmp_path / "own", Source(None, 12, 24, window=64), 8, "cpu")
     assert len(found.windows) >= 12
     assert found.facts["num_tokens"] > 12 * 24
-    both = collect(TRAINED, tmp_path / "both", Source(small_text(tmp_path, 3000), 5, Writing(8), 64), 8, "cpu")
+    both = collect(TRAINED, tmp_path / "both", Source(small_text(tmp_path, 3000), 5, 8, window=64), 8, "cpu")
     assert len(both.windows) > 5
-    assert int(both.windows.lens[-1]) <= texts.PIECE + 8
+    assert int(both.windows.lens[-1]) <= texts.PROMPT_TOKENS + 8
 
 
 @pytest.mark.parametrize(("characters", "enough"), [(200, False), (2000, True)])
@@ -146,9 +144,3 @@ def test_the_same_text_gives_the_same_calibration(calibration: Calibration, tmp_
     with pytest.raises(ConfigError, match="cannot be read"):
         collect(TRAINED, tmp_path / "calib", Source(tmp_path / "no.txt"), 64, "cpu")
     assert content(tmp_path / "calib") == before
-
-
-def test_windows_of_two_sources_stay_apart() -> None:
-    joined = texts.join([Windows.pack([[1, 2, 3]], 4), Windows.pack([[4, 5], [6, 7]], 2)])
-    assert joined.lens.tolist() == [3, 2, 2]
-    assert joined.ids.shape == (3, 3)

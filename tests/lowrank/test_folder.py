@@ -12,21 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.errors import ModelError
-from nanovllm.lowrank.compress.distill import StoredFactors, compress
+from nanovllm.lowrank.compress.distill import compress, stored_factors
 from nanovllm.lowrank.compress.options import Options
-from nanovllm.lowrank.folder import (
-    METADATA,
-    U_FILE,
-    V_FOLDER,
-    SvdMetadata,
-    open_svd_folder,
-    read_metadata,
-    teacher_hash,
-    u_key,
-    v_file,
-)
+from nanovllm.lowrank.folder import open_svd_folder, teacher_hash
+from nanovllm.lowrank.format import METADATA, U_FILE, V_FOLDER, SvdMetadata, v_file
 from nanovllm.weights.checkpoint import open_checkpoint
-from tests.lowrank.rig import TRAINED
+from tests.lowrank.rig import CPU, TRAINED
 
 
 def hash_of(path: Path) -> str:
@@ -69,7 +60,7 @@ def test_the_documented_layout(made: Path) -> None:
 def test_it_opens_with_its_own_teacher_only(made: Path) -> None:
     metadata = open_svd_folder(made, hash_of(TRAINED))
     assert SvdMetadata.from_json(json.loads(json.dumps(metadata.to_json()))) == metadata
-    assert StoredFactors(made, metadata)[2].ranks == {"w1": 8, "w2": 8, "w3": 8}
+    assert stored_factors(made, metadata, CPU.torch_device, 2).svd_ranks == {"w1": 8, "w2": 8, "w3": 8}
     with pytest.raises(ModelError, match="other weights"):
         open_svd_folder(made, "0" * 32)
 
@@ -102,7 +93,7 @@ def edit(folder: Path, **changes: Any) -> None:
     [
         ({"version": 2}, "version 2"),
         ({"format": ...}, "format None"),
-        ({"mode": "other"}, "mode='other' must be one of shared, private"),
+        ({"mode": "private"}, "mode='private' must be 'shared'; 'private', a U for every expert, saved no memory"),
         ({"num_experts": -1}, "num_experts=-1"),
         ({"ranks": {"0": {"w1": 129, "w2": 8, "w3": 8}}}, r"ranks\[0\]\[w1\]=129 must be an integer in \[1, 128\]"),
         ({"ranks": {}}, r"ranks\[0\]\[w1\]=None"),
@@ -131,10 +122,3 @@ def test_what_is_missing_or_cut_off_is_refused(copy: Path, name: str) -> None:
     (copy / name).unlink()
     with pytest.raises(ModelError, match="svd"):
         open_svd_folder(copy, None)
-
-
-def test_names() -> None:
-    assert u_key(3, "w2") == "layer_3_w2_U"
-    assert u_key(3, "w2", 4) == "layer_3_expert_4_w2_U"
-    with pytest.raises(ModelError, match="cannot be read"):
-        read_metadata(Path("nowhere"))

@@ -17,9 +17,11 @@ import torch
 
 from nanovllm.errors import ModelError
 from nanovllm.lowrank.compress import calibrate, distill
-from nanovllm.lowrank.compress.calibrate import Source, collect
+from nanovllm.lowrank.compress.calibrate import collect
 from nanovllm.lowrank.compress.distill import compress
+from nanovllm.lowrank.compress.factors import Factors
 from nanovllm.lowrank.compress.options import Options
+from nanovllm.lowrank.compress.text import Source
 from nanovllm.lowrank.compress.writer import partial_of, previous_of
 from tests.lowrank.rig import TRAINED, content, small_text
 
@@ -32,7 +34,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from nanovllm.lowrank.compress import calibrate, distill, factors
+from nanovllm.lowrank.compress import calibrate, distill, factors, text
 from nanovllm.lowrank.compress.options import Options
 
 owner, name, left = {owner}, {name!r}, {calls}
@@ -72,11 +74,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def solved_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+class Stopped(BaseException):
+    pass
+
+
+def solved_layers(monkeypatch: pytest.MonkeyPatch, stop_before: int | None = None) -> list[int]:
+    """Filled with the layers that are solved from now on."""
     solved: list[int] = []
     real = distill.solve_layer
 
-    def solve(job: distill.DistillRun, layer: int, rows: Any) -> Any:
+    def solve(job: distill.DistillRun, layer: int, rows: Any) -> Factors:
+        if layer == stop_before:
+            raise Stopped
         solved.append(layer)
         return real(job, layer, rows)
 
@@ -117,6 +126,40 @@ def test_a_killed_distillation_goes_on(
     assert computed == solved
     assert content(folder) == content(place / ("refined" if options.refine_steps else "closed"))
     assert [path.name for path in tmp_path.iterdir()] == ["svd"]
+
+
+def test_later_layers_see_what_the_disk_holds(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed continues with finished layers from the disk. One that was never killed computes with the
+    same tensors: form and alignment too, which decide how a product rounds."""
+    solve, used = distill.solve_layer, []
+
+    def solve_by_column(*args: Any) -> Factors:
+        found = solve(*args)
+        return dataclasses.replace(found, u={w: t.T.contiguous().T for w, t in found.u.items()})
+
+    def add(stream: Any, rows: Any, ours: Factors) -> None:
+        used.append(ours)
+        raise Stopped
+
+    monkeypatch.setattr(distill, "solve_layer", solve_by_column)
+    monkeypatch.setattr(distill.Stream, "add", add)
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            compress(TRAINED, place / "calib", tmp_path / "svd", OPTIONS, "cpu")
+    undisturbed, resumed = (found.tensors() for found in used)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(undisturbed, resumed, strict=True))
+
+
+@pytest.mark.parametrize("change", [{"rank": 17}, {"ridge": 1e-3}, {"dtype": "bfloat16"}, {"w2_mode": "input"}])
+def test_a_killed_distillation_of_another_job_starts_over(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    for options in (OPTIONS, dataclasses.replace(OPTIONS, **change)):
+        solved = solved_layers(monkeypatch, stop_before=1)
+        with pytest.raises(Stopped):
+            compress(TRAINED, place / "calib", tmp_path / "svd", options, "cpu")
+        assert solved == [0]
+        monkeypatch.undo()
 
 
 def test_what_the_kill_left_unreadable_is_computed_again(
@@ -185,7 +228,7 @@ def test_a_killed_calibration_goes_on(place: Path, tmp_path: Path, monkeypatch: 
     text, out = small_text(place, 3000), tmp_path / "calib"
     job = (
         f"calibrate.collect(Path({str(TRAINED)!r}), Path({str(out)!r}), "
-        f"calibrate.Source(Path({str(text)!r}), window=64), 8, 'cpu')"
+        f"text.Source(Path({str(text)!r}), window=64), 8, 'cpu')"
     )
     run_killed("calibrate", "save_file", 3, job)  # the windows, layer 0, layer 1
     assert not out.exists()
@@ -198,14 +241,17 @@ def test_a_killed_calibration_goes_on(place: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("change", [{"cap": 9}, {"window": 63}, {"characters": 2999}])
-def test_a_killed_calibration_of_another_job_starts_over(
+def test_a_full_disk_leaves_the_previous_calibration_and_another_job_starts_over(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
 ) -> None:
-    out = tmp_path / "calib"
+    text, out = small_text(place, 3000), tmp_path / "calib"
+    collect(TRAINED, out, Source(text, window=64), 7, "cpu")
+    before = content(out)
     with monkeypatch.context() as patch:
         patch.setattr(calibrate, "layer_statistics", fill_the_disk)
-        with pytest.raises(ModelError, match=r"No space left.*nothing was put in its place.*calib\.partial"):
-            collect(TRAINED, out, Source(small_text(place, 3000), window=64), 8, "cpu")
+        with pytest.raises(ModelError, match=r"No space left.*the previous folder is untouched.*calib\.partial"):
+            collect(TRAINED, out, Source(text, window=64), 8, "cpu")
+    assert content(out) == before
     without_text(monkeypatch)
     source = Source(small_text(place, change.get("characters", 3000)), window=change.get("window", 64))
     with pytest.raises(AssertionError, match="made again"):
@@ -214,18 +260,3 @@ def test_a_killed_calibration_of_another_job_starts_over(
 
 def fill_the_disk(*args: Any) -> Any:
     raise OSError(28, "No space left on device")
-
-
-def test_a_full_disk_leaves_the_previous_calibration(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, out = small_text(place, 3000), tmp_path / "calib"
-    collect(TRAINED, out, Source(text, window=64), 7, "cpu")
-    before = content(out)
-    with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "layer_statistics", fill_the_disk)
-        with pytest.raises(ModelError, match=r"No space left.*the previous folder is untouched"):
-            collect(TRAINED, out, Source(text, window=64), 8, "cpu")
-    assert content(out) == before
-    collect(TRAINED, out, Source(text, window=64), 8, "cpu")
-    assert content(out) == content(place / "calib")

@@ -9,14 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.lowrank.compress import calibrate, distill, writer
-from nanovllm.lowrank.compress.calibrate import Source, collect
+from nanovllm.lowrank.compress.calibrate import collect
 from nanovllm.lowrank.compress.distill import compress
 from nanovllm.lowrank.compress.options import Options
+from nanovllm.lowrank.compress.text import Source
 from tests.cli.runner import make_runner
 from tests.lowrank.rig import TRAINED, content, small_text
 
@@ -50,21 +52,9 @@ def command(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def other_folder(path: Path, made: dict[str, Path], command: str) -> None:
+def other_folder(path: Path, *_: Any) -> None:
     (path / "deep").mkdir(parents=True)
     (path / "deep" / "thesis.txt").write_text("years of work")
-
-
-def plain_file(path: Path, made: dict[str, Path], command: str) -> None:
-    path.write_text("years of work")
-
-
-def a_model(path: Path, made: dict[str, Path], command: str) -> None:
-    shutil.copytree(TRAINED, path)
-
-
-def of_the_other_command(path: Path, made: dict[str, Path], command: str) -> None:
-    shutil.copytree(made["pca" if command == "calibrate" else "calibrate"], path)
 
 
 def with_notes(path: Path, made: dict[str, Path], command: str) -> None:
@@ -72,18 +62,28 @@ def with_notes(path: Path, made: dict[str, Path], command: str) -> None:
     (path / "notes.md").write_text("which text this was")
 
 
-def same_names(path: Path, made: dict[str, Path], command: str) -> None:
+def same_names(path: Path, *_: Any) -> None:
     path.mkdir()
     for name in ("metadata.json", "calibration.json", "state.json"):
         (path / name).write_text('{"format": "of somebody else"}')
 
 
-def a_link(path: Path, made: dict[str, Path], command: str) -> None:
-    other_folder(path.with_name("elsewhere"), made, command)
+def a_link(path: Path, *_: Any) -> None:
+    other_folder(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
 
 
-STRANGE = [other_folder, plain_file, a_model, of_the_other_command, with_notes, same_names, a_link]
+STRANGE: dict[str, Callable[[Path, dict[str, Path], str], Any]] = {
+    "other folder": other_folder,
+    "plain file": lambda path, *_: path.write_text("years of work"),
+    "a model": lambda path, *_: shutil.copytree(TRAINED, path),
+    "the other command": lambda path, made, command: shutil.copytree(
+        made["pca" if command == "calibrate" else "calibrate"], path
+    ),
+    "with notes": with_notes,
+    "same names": same_names,
+    "a link": a_link,
+}
 
 
 @pytest.mark.parametrize("name", ["out", "out.partial", "out.previous"])
@@ -93,14 +93,14 @@ def test_what_others_made_is_refused_and_untouched(
     made: dict[str, Path],
     tmp_path: Path,
     command: str,
-    strange: Callable[..., None],
+    strange: str,
     name: str,
 ) -> None:
-    strange(tmp_path / name, made, command)
+    STRANGE[strange](tmp_path / name, made, command)
     before = content(tmp_path)
     with pytest.raises(ConfigError, match=r"would (be deleted|delete).*another folder") as caught:
         makers[command](tmp_path / "out")
-    assert str(tmp_path / ("elsewhere" if strange is a_link and name == "out" else name)) in str(caught.value)
+    assert str(tmp_path / ("elsewhere" if strange == "a link" and name == "out" else name)) in str(caught.value)
     assert content(tmp_path) == before
     assert not (tmp_path / "out.lock").exists()
 
@@ -174,6 +174,7 @@ def test_two_runs_into_one_folder(makers: dict[str, Make], made: dict[str, Path]
     code = f"""
 import sys
 from pathlib import Path
+from typing import Any
 from nanovllm.lowrank.compress.writer import locked
 with locked(Path({str(out)!r})):
     print("locked", flush=True)

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.errors import ModelError
 from nanovllm.lowrank.compress.evaluate import measure
-from nanovllm.lowrank.compress.refine import Teacher, run_model
+from nanovllm.lowrank.compress.stream import run_model
 from nanovllm.lowrank.compress.text import Windows
 from tests.lowrank.rig import TRAINED, opened
 from tests.tiny_models import MOE_VARIANTS, VARIANTS, hf_logprobs, hf_model, random_prompts
@@ -36,7 +36,7 @@ def test_logits_are_those_of_transformers(saved: Callable[[str], tuple[Path, obj
     prompts = random_prompts((1 + 1, 33, 40))
     windows = Windows.pack(prompts, 64)  # padded to 40
     with opened(folder) as model, torch.no_grad():
-        found = run_model(model, windows.ids, Teacher(model)).log_softmax(-1).unflatten(0, windows.ids.shape)
+        found = run_model(model, windows.ids, model.dense_experts).log_softmax(-1).unflatten(0, windows.ids.shape)
     for i, prompt in enumerate(prompts):
         assert torch.allclose(found[i, : len(prompt)], hf_logprobs(reference, prompt), atol=2e-4)
 
@@ -53,7 +53,7 @@ def test_gradients_reach_the_input() -> None:
 def test_the_teacher_against_itself() -> None:
     windows = Windows.pack([list(range(5, 70)), list(range(100, 130))], 64)
     with opened() as model:
-        found = measure(model, windows, {})
+        found = measure(model, windows, model.dense_experts)
     assert (found.kl, found.top1, found.router) == (pytest.approx(0, abs=1e-9), 1.0, 1.0)
     assert found.perplexity == found.teacher_perplexity
     assert found.num_tokens == 64 + 30  # the one token that is left of the first makes no window

@@ -184,7 +184,7 @@ class Published:
     ids=["8x7B", "8x22B", "30B-A3B"],
 )
 def test_published_models_fit(config: dict[str, Any], num_parameters: int, num_tensors: int) -> None:
-    """The size the publishers state, and every tensor of their layout has exactly one place."""
+    """The size the publishers state, and every tensor of theirs has exactly one place."""
     model, checkpoint = build(config), Published(config)
     assert sum(p.numel() for p in model.parameters()) == num_parameters
     assert len(checkpoint.names()) == num_tensors

@@ -39,20 +39,20 @@ class CountingStream(CopyStream):
 
 
 class LazyStream(CountingStream):
-    """A copy happens only when somebody waits for it; computing happens at once. A kernel that reads too early
+    """A copy happens only when something waits for it; computing happens at once. A kernel that reads too early
     reads old bytes, a source that is rewritten too early sends wrong ones, and a copy that does not wait for the last
-    kernel that read its target is caught by number: `reads` has, for a slot, the first mark after its last use."""
+    kernel that read its target is caught by number: `reads` has, for a buffer, the first mark after its last use."""
 
     def __init__(self) -> None:
         super().__init__()
         self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_queued = 0
-        self.reads: dict[int, int] = {}  # address of a slot's memory -> number of the mark
-        self.slot_bytes = 0
+        self.reads: dict[int, int] = {}  # address of a buffer's memory -> number of the mark
+        self.buffer_bytes = 0
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         for address, number in self.reads.items():
-            if address <= target.data_ptr() < address + self.slot_bytes:
+            if address <= target.data_ptr() < address + self.buffer_bytes:
                 assert self._copies_after >= number, "overwritten while a kernel may still read it"
         self._queue.append((target, source))
         self._num_queued += 1
@@ -82,14 +82,14 @@ class LazyStream(CountingStream):
 
 
 class FixedIdle:
-    """So many pieces of idle time after every layer, whatever the clock says."""
+    """So many pieces of idle time after every layer, whatever the clock."""
 
     def __init__(self, pieces: int) -> None:
         self.num_pieces = pieces
 
-    def ask(self, layer: int) -> None: ...
+    def before_download(self, layer: int) -> None: ...
 
-    def answered(self, asked: object) -> None: ...
+    def after_download(self, mark: object) -> None: ...
 
     def pieces(self, layer: int, has_misses: bool, num_tokens: int) -> int:
         return self.num_pieces
@@ -115,11 +115,11 @@ class Rig:
 
 
 def checked_ops(stream: CopyStream) -> Ops:
-    def expert_pairs(x, gate_up, down, slots, weights, out=None, **more):
+    def expert_pairs(x, gate_up, down, buffers, weights, out=None, **more):
         if isinstance(stream, LazyStream):
-            for slot in set(slots.flatten().tolist()) - {-1}:
-                stream.note_read(gate_up[slot].data_ptr())
-        return PLAIN.expert_pairs(x, gate_up, down, slots, weights, out, **more)
+            for buffer in set(buffers.flatten().tolist()) - {-1}:
+                stream.note_read(gate_up[buffer].data_ptr())
+        return PLAIN.expert_pairs(x, gate_up, down, buffers, weights, out, **more)
 
     return replace(PLAIN, expert_pairs=expert_pairs)
 
@@ -157,7 +157,7 @@ def make_rig(
     build = Build(dtype, CPU.torch_device, checked_ops(stream), Parallel())
     files = ReferenceFiles()
     offload = Offload(moe, HIDDEN, build, CPU, options, checkpoint or files, stream)
-    stream.slot_bytes = offload.shape.num_bytes
+    stream.buffer_bytes = offload.shape.num_bytes
     offload.idle = FixedIdle(num_pieces)
     generator = torch.Generator().manual_seed(1)
     shapes = (num_experts, 2 * SIZE, HIDDEN), (num_experts, HIDDEN, SIZE)

@@ -1,4 +1,4 @@
-"""The sparse layer: the sum the formula says, experts wherever they live, and never a silent nothing (lesson 34)."""
+"""The sparse layer gives the sum of the formula, wherever experts live; every chosen expert is part of it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_parts_say_where_every_expert_is() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_every_expert_and_keep_the_whole_router(size: int) -> None:
-    """Lesson 34: several ranks hold the same architecture, each a slice of it."""
+    """Several ranks hold the same architecture, each a slice of it."""
     layer = make(8, 2, True, replace(BUILD, parallel=Parallel(size=size)))
     assert isinstance(layer.experts, ResidentExperts)
     assert layer.gate.weight.shape == (8, HIDDEN)
@@ -121,15 +121,7 @@ def test_experts_can_live_elsewhere() -> None:
     torch.testing.assert_close(layer(x), x + 5)
 
 
-def test_a_missing_expert_manager_is_an_error_and_not_zeros() -> None:
-    """Lesson 34."""
-    layer = build_trained(lambda *_: None).layers[0].mlp
-    layer.gate.weight.data.zero_()
-    with pytest.raises(TypeError):
-        layer(torch.ones(1, 128))
-
-
-def test_without_a_manager_experts_are_resident_and_every_one_counts() -> None:
+def test_by_default_experts_are_resident_and_every_one_counts() -> None:
     model = build_trained()
     load_weights(model, open_checkpoint(TRAINED), model.rules)
     for layer in model.layers:

@@ -1,4 +1,4 @@
-"""Where experts wait: memory up to a limit, files beyond it, and refusals with figures."""
+"""Where experts are stored: memory up to a limit, files beyond it, and refusals with figures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nanovllm.hardware import pinned
 from nanovllm.moe.offload import store as store_module
 from nanovllm.moe.offload.offload import OffloadOptions
 from nanovllm.moe.offload.store import ExpertShape, ExpertStore
+from nanovllm.weights.expert_form import ExpertForm
 from nanovllm.weights.safetensors_folder import SafetensorsFolder
 from tests.moe.offload_rig import CPU, HIDDEN, SIZE, LazyStream, fill_places, make_rig, random_call
 
@@ -41,10 +42,15 @@ def write_model(folder, dtype=torch.float32):
     return SafetensorsFolder(folder)
 
 
+def dense_shape(num_layers: int, num_experts: int, dtype=torch.float32) -> ExpertShape:
+    forms = (ExpertForm.dense(HIDDEN, SIZE),) * num_layers
+    return ExpertShape(tuple(range(num_layers)), num_experts, forms, dtype)
+
+
 def make_store(
     checkpoint, num_in_memory: int, dtype=torch.float32, quotas: tuple[int, ...] = ()
 ) -> tuple[ExpertStore, LazyStream]:
-    shape = ExpertShape.dense(tuple(range(LAYERS)), EXPERTS, HIDDEN, SIZE, dtype)
+    shape = dense_shape(LAYERS, EXPERTS, dtype)
     stream = LazyStream()
     return ExpertStore(shape, CPU, stream, checkpoint, num_in_memory * shape.num_bytes + 1, quotas), stream
 
@@ -76,7 +82,9 @@ def test_every_layer_has_the_same_share_on_disk(tmp_path) -> None:
         [True, True, False],
         [True, True, False],
     ]
-    uneven, _ = make_store(write_model(tmp_path), 3)  # the first layers may have one more slot: the last get the block
+    uneven, _ = make_store(
+        write_model(tmp_path), 3
+    )  # the first layers may have one more buffer: the last get the block
     assert [list(held) for held in uneven.held] == [[0], [0, 1]]
     assert [uneven.num_on_disk(quotas) for quotas in ((0, 0), (1, 0), (2, 1), (0, 3), (3, 3))] == [3, 2, 0, 2, 0]
 
@@ -88,24 +96,24 @@ def test_a_block_is_given_to_another_expert_behind_the_copies_that_read_it(tmp_p
     wanted = [
         torch.cat([checkpoint.read(f"1.{e}.{part}").flatten() for part in ("gate", "up", "down")]) for e in range(3)
     ]
-    slots, num_bytes = torch.full((3, store.shape.numel), float("nan")), store.shape.numel
+    buffers, num_bytes = torch.full((3, store.shape.numel), float("nan")), store.shape.numel
     for expert in (2, 1):
-        store.send(1, expert, 0, num_bytes, slots[expert])
-    store.save(1, 2, 1, slots[2])  # queued behind the copy that reads the block and the one that fills the slot
-    store.send(1, 0, 0, num_bytes, slots[2])  # overwrites the slot behind that
+        store.send(1, expert, 0, num_bytes, buffers[expert])
+    store.save(1, 2, 1, buffers[2])  # queued behind the copy that reads the block and the one that fills the buffer
+    store.send(1, 0, 0, num_bytes, buffers[2])  # overwrites the buffer behind that
     assert (store.in_memory(1, 1), store.in_memory(1, 2)) == (False, True)
     assert torch.equal(store.block(1, 2), wanted[2])  # the CPU waits for it
-    store.send(1, 1, 0, num_bytes, slots[0])  # from its file now
+    store.send(1, 1, 0, num_bytes, buffers[0])  # from its file now
     stream.synchronize()
-    assert all(torch.equal(slots[i], wanted[e]) for i, e in ((0, 1), (1, 1), (2, 0)))
+    assert all(torch.equal(buffers[i], wanted[e]) for i, e in ((0, 1), (1, 1), (2, 0)))
     store.close()
 
 
-def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_chunks, monkeypatch) -> None:
+def test_a_block_that_an_interrupt_left_empty_is_used_next(tmp_path, small_chunks, monkeypatch) -> None:
     checkpoint = write_model(tmp_path)
     store, stream = make_store(checkpoint, 4)
     fill_places(store, checkpoint)
-    slot = torch.arange(float(store.shape.numel))
+    buffer = torch.arange(float(store.shape.numel))
 
     def interrupt(*args):
         raise KeyboardInterrupt
@@ -113,11 +121,11 @@ def test_a_block_that_an_interrupt_left_to_nobody_is_used_next(tmp_path, small_c
     with monkeypatch.context() as patch:
         patch.setattr(stream, "copy", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            store.save(0, 2, 1, slot)
+            store.save(0, 2, 1, buffer)
     assert list(store.held[0]) == [0]
-    store.save(0, 2, None, slot)
+    store.save(0, 2, None, buffer)
     assert sorted(store.held[0]) == [0, 2]
-    assert torch.equal(store.block(0, 2), slot)
+    assert torch.equal(store.block(0, 2), buffer)
     store.close()
 
 
@@ -153,7 +161,7 @@ def test_a_system_that_refuses_to_lock_memory_gets_the_disk(tmp_path, caplog, mo
     fill_places(store, checkpoint)
     locked.clear()
     locked += [1, 1]
-    with pytest.raises(ConfigError, match=r"0\.00 of 0\.00 GiB.*dummy weights have no files.*expert_host_gb"):
+    with pytest.raises(ConfigError, match=r"0\.0 MiB of 0\.1 MiB.*dummy weights have no files.*expert_host_gb"):
         make_store(None, 6)
 
 
@@ -174,7 +182,7 @@ def test_dummy_weights_and_gguf_have_no_disk_tier(tmp_path) -> None:
 
 
 def test_no_limit_means_most_of_what_is_available(monkeypatch) -> None:
-    shape = ExpertShape.dense((0,), 4, HIDDEN, SIZE, torch.float32)
+    shape = dense_shape(1, 4)
     monkeypatch.setattr(store_module, "available_host_bytes", lambda: 5 * EXPERT_BYTES)
     ExpertStore(shape, CPU, LazyStream(), None)
     monkeypatch.setattr(store_module, "available_host_bytes", lambda: 4 * EXPERT_BYTES)
@@ -227,6 +235,12 @@ def test_a_file_that_is_replaced_or_removed_later_still_serves_what_was_loaded(t
     stream.synchronize()
     assert torch.equal(memory, wanted)
     store.close()
+
+
+def test_an_expert_whose_place_was_not_recorded_is_an_error_and_not_zeros(tmp_path) -> None:
+    store, _ = make_store(write_model(tmp_path), 0)
+    with pytest.raises(AssertionError, match="the loader recorded where each part is"):
+        store.send(0, 0, 0, store.shape.numel, torch.zeros(store.shape.numel))
 
 
 def test_locations_are_checked(tmp_path) -> None:

@@ -1,5 +1,5 @@
 """Run by test_compile_ahead.py in a process of its own (one that interprets kernels cannot compile them): a stand-in
-driver says "Hopper", so kernels are compiled for it without a GPU, and any real launch would fail."""
+driver reports a Hopper card, so kernels are compiled for it without a GPU, and any real launch would fail."""
 
 import sys
 import types

@@ -33,7 +33,6 @@ from nanovllm.ops.triton import (
     sampling,
     sampling_report,
     sampling_search,
-    store_kv,
 )
 from nanovllm.ops.triton.common import next_power_of_2
 
@@ -66,17 +65,9 @@ def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group:
         cache = f"tensordesc<{dtype}[{tile.block_n}, {head_dim}]>" if tile.use_desc else f"*{dtype}"
         types = [f"*{dtype}"] * 3 + [cache] * 2 + [f"*{dtype}"] + ["*i32"] * 3
         types += ["fp32", "i32", "i32"] + ["i32:16"] * 4 + ["i32"]
-        consts = {
-            "NUM_KV_HEADS": 3,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "D": next_power_of_2(head_dim),
-            "BLOCK_SIZE": block_size,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "WINDOW": window,
-            "USE_DESC": tile.use_desc,
-        }
+        consts = {"NUM_KV_HEADS": 3, "GROUP": group, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim)}
+        consts |= {"BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        consts |= {"WINDOW": window, "USE_DESC": tile.use_desc}
         return compile_kernel(prefill_attention.prefill_kernel, types, consts, arch, tile.num_warps, tile.num_stages)
 
     return run
@@ -89,17 +80,8 @@ def decode_case(dtype: str, head_dim: int, block_size: int, window: int, batch: 
         fitted = decode_attention.fit_launch(launch, head_dim, size, capability_of(arch))
         types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32"] + ["fp32"]
         types += ["i32:16"] * 4 + ["i32"] * 2
-        consts = {
-            "NUM_KV_HEADS": 3,
-            "GROUP": 3,
-            "ROWS": 16,
-            "HEAD_DIM": head_dim,
-            "D": next_power_of_2(head_dim),
-            "BLOCK_SIZE": block_size,
-            "BLOCK_N": fitted.block_n,
-            "STEP": 64,
-            "WINDOW": window,
-        }
+        consts = {"NUM_KV_HEADS": 3, "GROUP": 3, "ROWS": 16, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim)}
+        consts |= {"BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window}
         kernel = decode_attention.decode_kernel
         return compile_kernel(kernel, types, consts, arch, fitted.num_warps, fitted.num_stages)
 
@@ -114,33 +96,15 @@ def merge_case(dtype: str):
 
 def rope_case(dtype: str, head_dim: int, rot_dim: int, has_norm: bool):
     rest = next_power_of_2(head_dim - rot_dim) if rot_dim < head_dim else 0
-    consts = {
-        "NUM_Q_HEADS": 9,
-        "NUM_KV_HEADS": 3,
-        "HEAD_DIM": head_dim,
-        "ROT_DIM": rot_dim,
-        "BLOCK_SIZE": 16,
-        "HEADS": 8,
-        "HALF": next_power_of_2(rot_dim // 2),
-        "REST": rest,
-        "HAS_NORM": has_norm,
-    }
+    consts = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": head_dim, "ROT_DIM": rot_dim, "BLOCK_SIZE": 16}
+    consts |= {"HEADS": 8, "HALF": next_power_of_2(rot_dim // 2), "REST": rest, "HAS_NORM": has_norm}
     types = [f"*{dtype}"] * 3 + ["*fp32", "*i64", "*i64"] + [f"*{dtype}"] * 3 + ["i32:16"] * 4 + ["fp32"]
     return lambda arch: compile_kernel(qk_norm_rope.qk_norm_rope_kernel, types, consts, arch, 4)
 
 
 def gemv_case(dtype: str, rows: int, size: int, fused: bool):
-    consts = {
-        "SIZE": size,
-        "NUM_ROWS": rows,
-        "ROWS": next_power_of_2(rows),
-        "BLOCK_N": 2,
-        "BLOCK_K": 512,
-        "HAS_BIAS": not fused,
-        "HAS_NORM": fused,
-        "GATED": fused,
-        "HAS_RESIDUAL": not fused,
-    }
+    consts = {"SIZE": size, "NUM_ROWS": rows, "ROWS": next_power_of_2(rows), "BLOCK_N": 2, "BLOCK_K": 512}
+    consts |= {"HAS_BIAS": not fused, "HAS_NORM": fused, "GATED": fused, "HAS_RESIDUAL": not fused}
     types = [f"*{dtype}"] * 6 + ["i32:16", "i32:16", "i32", "fp32"]
     return lambda arch: compile_kernel(gemv.gemv_kernel, types, consts, arch, 1)
 
@@ -154,10 +118,10 @@ def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = Fa
     d, cases, kind = f"*{dtype}", {}, " low-rank" if low_rank else ""
     hidden, size, down = (1024, 14336, (4096, 1024)) if low_rank else (4096, 14336, None)
     for num_tokens in sizes:
-        shape = moe_tiles.Shape(hidden, size, 2, DTYPES[dtype], down)
-        plan = moe_tiles.default_plan(num_tokens, shape, capability_of(arch))
+        shape = moe_tiles.MoeShape(hidden, size, 2, DTYPES[dtype], down)
+        plan = moe_tiles.default_tiles(num_tokens, shape, capability_of(arch))
         if plan.kind == "grouped":  # what the rule would take without PyTorch's product
-            plan = moe_tiles.default_plan(num_tokens, moe_tiles.Shape(hidden, size, 2, torch.float16), (9, 0))
+            plan = moe_tiles.default_tiles(num_tokens, moe_tiles.MoeShape(hidden, size, 2, torch.float16), (9, 0))
         for name, kernel, types, consts, tile in (
             (
                 "gate_up",
@@ -187,7 +151,7 @@ def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = Fa
 def moe_small_cases(dtype: str) -> dict:
     d, ints = f"*{dtype}", ["*i32"] * 6 + ["i32"] * 3
     route = {"NUM_EXPERTS": 60, "E": 64, "TOP_K": 6, "K": 8, "RENORMALISE": True}
-    sizes = {"SLOTS": 128, "CHUNK": 64}
+    sizes = {"BUFFERS": 128, "CHUNK": 64}
     place = sizes | {"ROWS": 16, "BLOCK_M": 16}
     blocks = {"BLOCK_N": 1, "BLOCK_K": 512}
     plain = {
@@ -219,14 +183,6 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     """The elementwise kernels, the sampler and the state updates; all, or those named."""
     d = f"*{dtype}"
     norm_consts = {"SIZE": 576, "TILE": 1024, "HAS_RESIDUAL": True}
-    store_consts = {
-        "HEAD_DIM": 80,
-        "HEAD_STRIDE": 80,
-        "CACHE_HEAD_STRIDE": 80,
-        "BLOCK_SIZE": 16,
-        "SIZE": 240,
-        "TILE": 256,
-    }
     sampler = ["*fp32", "*i32", "*i32", "*i16", "*i32", "*i32", "*i64", "*i64"]  # the SamplerState
     sizes, tiles = ["i32", "i32", "i32"], ["*fp32", "*fp32"]
     lists = ["*i32", "*fp32", "*i32"]
@@ -235,7 +191,6 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     plain = {
         "norm": (norm.norm_kernel, [d] * 5 + ["i32", "i32", "fp32"], norm_consts),
         "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32"], {"TILE": 1024}),
-        "store_kv": (store_kv.store_kv_kernel, [d] * 4 + ["*i64"] + ["i32"] * 4, store_consts),
         "sample tiles": (sampling.tiles_kernel, [d, "*i32", "*i32", *tiles, *tiles, *sizes, *sampler], {"TILES": 16}),
         "sample pick": (
             sampling.pick_kernel,
@@ -292,7 +247,7 @@ def cases_for(arch: int) -> dict:
     cases.update(moe_cases(half, arch, (513,), low_rank=True))
     # The sampler's other kernels take most of the time, 20 s on two cores for each architecture, and neither their
     # tiles nor their instructions depend on it: one family on each side of bf16 and asynchronous copies stands for all.
-    some = ("advance", "begin", "keep", "norm", "silu", "store_kv", "sample tiles")
+    some = ("advance", "begin", "keep", "norm", "silu", "sample tiles")
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
     cases[f"rope {half}"] = rope_case(half, 128, 128, True)
@@ -304,7 +259,7 @@ def cases_for(arch: int) -> dict:
         cases.update(moe_cases("fp32", arch, (17,)))
         cases["prefill fp32"] = prefill_case("fp32", 64, 16, 0, 3)
         cases["decode fp32"] = decode_case("fp32", 64, 16, 0)
-        cases.update(small_cases("fp32", ("norm", "silu", "store_kv", "sample tiles")))
+        cases.update(small_cases("fp32", ("norm", "silu", "sample tiles")))
     return cases
 
 

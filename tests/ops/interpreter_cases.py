@@ -12,14 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.ops import activation, kv_cache, norm, rotary
+from nanovllm.ops import activation, norm
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as triton_activation
 from nanovllm.ops.triton import decode_attention as decode
 from nanovllm.ops.triton import decode_state, gemv, qk_norm_rope
 from nanovllm.ops.triton import norm as triton_norm
 from nanovllm.ops.triton import prefill_attention as prefill
-from nanovllm.ops.triton import store_kv as triton_store_kv
+from tests.ops.kernel_rig import caches, paged_cache, rope_twin
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
 torch.set_num_threads(1)
@@ -36,35 +36,6 @@ def _seed():
 
 def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE[expected.dtype], atol=TOLERANCE[expected.dtype])
-
-
-def empty_caches(num_blocks, block_size, num_kv_heads, head_dim, dtype, by_head, fill=0.0):
-    """k and v, logically [num_blocks, block_size, num_kv_heads, head_dim]; by_head swaps the middle two in memory."""
-    middle = (num_kv_heads, block_size) if by_head else (block_size, num_kv_heads)
-    pair = [torch.full((num_blocks, *middle, head_dim), fill, dtype=dtype) for _ in range(2)]
-    return [cache.transpose(1, 2) for cache in pair] if by_head else pair
-
-
-class Cache:
-    """A shuffled paged cache of sequences with the given lengths; memory that holds no key is NaN.
-
-    by_head: a block is stored [heads, slots, head_dim], and seen through a transposed view.
-    """
-
-    def __init__(self, lens, block_size, num_kv_heads, head_dim, dtype, by_head=False):
-        blocks = [-(-n // block_size) for n in lens]
-        total = sum(blocks) + 2
-        self.k, self.v = empty_caches(total, block_size, num_kv_heads, head_dim, dtype, by_head, float("nan"))
-        order = torch.randperm(total).tolist()
-        self.tables = torch.full((len(lens), max(*blocks, 1)), 10**6, dtype=torch.int32)  # a wrong read is far off
-        for seq, n in enumerate(lens):
-            for i in range(blocks[seq]):
-                block = order.pop()
-                self.tables[seq, i] = block
-                used = min(block_size, n - i * block_size)
-                self.k[block, :used] = torch.randn(used, num_kv_heads, head_dim)
-                self.v[block, :used] = torch.randn(used, num_kv_heads, head_dim)
-        self.lens = torch.tensor(lens, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,21 +67,6 @@ def test_silu_mul(dtype, size):
     close(triton_activation.silu_mul(gate_up), activation.silu_mul(gate_up))
 
 
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_store_kv(head_dim, by_head):
-    qkv = torch.randn(4, 5 * head_dim)
-    k, v = qkv[:, head_dim : 3 * head_dim].view(4, 2, head_dim), qkv[:, 3 * head_dim :].view(4, 2, head_dim)
-    slots = torch.tensor([17, -1, 0, 31])
-    got = empty_caches(2, 16, 2, head_dim, torch.float32, by_head)
-    expected = empty_caches(2, 16, 2, head_dim, torch.float32, False)
-    triton_store_kv.store_kv(k, v, *got, slots)
-    kv_cache.store_kv(k, v, *expected, slots, padded=True)
-    for one, other in zip(got, expected):
-        assert torch.equal(one, other)
-        assert one[1, 15].abs().sum() > 0
-
-
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "rot_dim", "has_norm"),
     [
@@ -135,20 +91,12 @@ def test_qk_norm_rope(dtype, head_dim, rot_dim, has_norm):
         positions = torch.randint(0, 50, (num_tokens,))
         slots = torch.randperm(80)[:num_tokens]
         slots[1] = -1
-        got = empty_caches(20, block_size, num_kv, head_dim, dtype, by_head)
-        expected = empty_caches(20, block_size, num_kv, head_dim, dtype, False)
-        q = qk_norm_rope.qk_norm_rope(
-            qkv, weights if has_norm else None, 1e-6, cos_sin, positions, got[0], got[1], slots, num_q
-        )
-        heads = qkv.float().view(num_tokens, -1, head_dim)
-        q_ref, k_ref, v_ref = heads.split([num_q, num_kv, num_kv], dim=1)
-        if has_norm:
-            q_ref = norm.rms_norm(q_ref, weights[0].float(), 1e-6)
-            k_ref = norm.rms_norm(k_ref, weights[1].float(), 1e-6)
-        q_ref, k_ref = rotary.apply_rotary(q_ref, k_ref, cos_sin, positions)
-        kv_cache.store_kv(k_ref, v_ref, expected[0], expected[1], slots, padded=True)
-        close(q, q_ref.to(dtype))
-        close(torch.stack(got), torch.stack(expected))
+        both = caches(20, block_size, num_kv, head_dim, dtype, by_head, "cpu")
+        norms = weights if has_norm else None
+        q_twin, expected = rope_twin(qkv, norms, cos_sin, positions, torch.stack(both), slots, num_q)
+        q = qk_norm_rope.qk_norm_rope(qkv, norms, 1e-6, cos_sin, positions, *both, slots, num_q)
+        close(q, q_twin.to(dtype))
+        close(torch.stack(both), expected.to(dtype))
 
 
 def attention_lens(block_size: int, tile: int) -> list[int]:
@@ -167,55 +115,51 @@ def test_prefill_boundaries(block_size, window, by_head):
     new = [1 if i % 3 == 0 else (n if i % 3 == 1 else max(1, n - block_size)) for i, n in enumerate(lens)]
     lens, new = [*lens, 0, 7, 0], [*new, 0, 0, 2]
     num_kv = 2 if by_head else 1
-    cache = Cache(lens, block_size, num_kv, 16, torch.float32, by_head)
+    k, v, context_lens, tables = paged_cache(lens, block_size, num_kv, 16, torch.float32, by_head)
     q = torch.randn(sum(new), 3 * num_kv, 16)
     starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
-    args = (q, cache.k, cache.v, starts, cache.lens, cache.tables, 0.3, window)
+    args = (q, k, v, starts, context_lens, tables, 0.3, window)
     tile = prefill.PrefillTile(32, block_n, 4, 1)
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
 @pytest.mark.parametrize(("head_dim", "group", "dtype"), HEADS)
 def test_prefill_head_dims(dtype, head_dim, group):
-    cache = Cache([5, 20], 16, 2, head_dim, dtype)
+    k, v, *rest = paged_cache([5, 20], 16, 2, head_dim, dtype)
     q = torch.randn(7, 2 * group, head_dim).to(dtype)
-    starts = torch.tensor([0, 5, 7], dtype=torch.int32)
-    args = (q, cache.k, cache.v, starts, cache.lens, cache.tables, head_dim**-0.5)
+    args = (q, k, v, torch.tensor([0, 5, 7], dtype=torch.int32), *rest, head_dim**-0.5)
     tile = prefill.PrefillTile(16, 16, 4, 1)
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
 def test_prefill_group_larger_than_tile():
-    cache = Cache([9], 16, 1, 16, torch.float32)
-    args = (torch.randn(9, 33, 16), cache.k, cache.v, torch.tensor([0, 9]).int(), cache.lens, cache.tables, 0.25)
+    k, v, *rest = paged_cache([9], 16, 1, 16, torch.float32)
+    args = (torch.randn(9, 33, 16), k, v, torch.tensor([0, 9]).int(), *rest, 0.25)
     tile = prefill.PrefillTile(16, 16, 4, 1)
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
 @pytest.mark.parametrize("num_decodes", [1, 15, 16, 17, 40])
 def test_prefill_after_decodes(num_decodes):
-    """Rows before the first sequence's queries are somebody else's."""
-    cache = Cache([20, 5], 16, 1, 16, torch.float32)
+    """Rows before the first sequence's queries are not written."""
+    k, v, *rest = paged_cache([20, 5], 16, 1, 16, torch.float32)
     q = torch.randn(num_decodes + 12, 2, 16)
     starts = torch.tensor([num_decodes, num_decodes + 7, num_decodes + 12], dtype=torch.int32)
-    args = (cache.k, cache.v)
-    rest = (cache.lens, cache.tables, 0.25)
     out = torch.full_like(q, 7.0)
-    prefill.prefill_attention(q, *args, starts, *rest, out=out, tile=prefill.PrefillTile(32, 16, 4, 1))
-    close(out[num_decodes:], paged_attention_reference(q[num_decodes:], *args, starts - num_decodes, *rest))
+    prefill.prefill_attention(q, k, v, starts, *rest, 0.25, out=out, tile=prefill.PrefillTile(32, 16, 4, 1))
+    close(out[num_decodes:], paged_attention_reference(q[num_decodes:], k, v, starts - num_decodes, *rest, 0.25))
     assert (out[:num_decodes] == 7.0).all()
 
 
 def test_prefill_descriptors():
     """The copy-engine path reads whole tiles only; what lies behind the context in the last block may be NaN."""
-    cache = Cache([31, 32, 33, 70], 32, 2, 32, torch.float32)
+    k, v, *rest = paged_cache([31, 32, 33, 70], 32, 2, 32, torch.float32)
     q = torch.randn(31 + 32 + 33 + 40, 4, 32)
-    starts = torch.tensor([0, 31, 63, 96, 136], dtype=torch.int32)
-    args = (q, cache.k, cache.v, starts, cache.lens, cache.tables, 0.2)
+    args = (q, k, v, torch.tensor([0, 31, 63, 96, 136], dtype=torch.int32), *rest, 0.2)
     tile = prefill.PrefillTile(16, 16, 4, 1, use_desc=True)
-    assert prefill._suits_descriptors(cache.k, 16)
-    assert not prefill._suits_descriptors(cache.k, 64)
-    assert not prefill._suits_descriptors(cache.k.transpose(1, 2), 16)
+    assert prefill._suits_descriptors(k, 16)
+    assert not prefill._suits_descriptors(k, 64)
+    assert not prefill._suits_descriptors(k.transpose(1, 2), 16)
     close(prefill.prefill_attention(*args, tile=tile), paged_attention_reference(*args))
 
 
@@ -226,38 +170,33 @@ def test_prefill_descriptors():
 def test_decode_boundaries(num_splits, block_size, window):
     lens = [0, 1, 16, 17, 63, 64, 65, 129, 200, 0]
     num_kv = 2 if num_splits == 2 else 1
-    cache = Cache(lens, block_size, num_kv, 16, torch.float32, by_head=num_splits == 2)
+    k, v, *rest = paged_cache(lens, block_size, num_kv, 16, torch.float32, by_head=num_splits == 2)
     q = torch.randn(len(lens), 3 * num_kv, 16)
     launch = decode.DecodeLaunch(num_splits, 32)
     workspace = decode.DecodeWorkspace.allocate(len(lens), 3 * num_kv, launch, 16, q.device)
     workspace.parts.fill_(float("nan"))
     workspace.logsums.fill_(float("nan"))
-    got = decode.decode_attention(
-        q, cache.k, cache.v, cache.lens, cache.tables, 0.3, launch, window, workspace=workspace
-    )
-    starts = torch.arange(len(lens) + 1)
-    close(got, paged_attention_reference(q, cache.k, cache.v, starts, cache.lens, cache.tables, 0.3, window))
+    got = decode.decode_attention(q, k, v, *rest, 0.3, launch, window, workspace=workspace)
+    close(got, paged_attention_reference(q, k, v, torch.arange(len(lens) + 1), *rest, 0.3, window))
     assert torch.equal(got[0], torch.zeros_like(got[0]))
 
 
 @pytest.mark.parametrize("num_splits", [decode.MERGE_TILE - 1, decode.MERGE_TILE, decode.MERGE_TILE + 1])
 def test_decode_merges_many_parts(num_splits):
     lens = [64 * num_splits, 64 * num_splits - 63, 70]
-    cache = Cache(lens, 64, 1, 16, torch.float32)
+    k, v, *rest = paged_cache(lens, 64, 1, 16, torch.float32)
     q = torch.randn(3, 2, 16)
-    expected = paged_attention_reference(q, cache.k, cache.v, torch.arange(4), cache.lens, cache.tables, 0.3)
-    launch = decode.DecodeLaunch(num_splits)
-    close(decode.decode_attention(q, cache.k, cache.v, cache.lens, cache.tables, 0.3, launch), expected)
+    expected = paged_attention_reference(q, k, v, torch.arange(4), *rest, 0.3)
+    close(decode.decode_attention(q, k, v, *rest, 0.3, decode.DecodeLaunch(num_splits)), expected)
 
 
 @pytest.mark.parametrize(("head_dim", "group", "dtype"), [*HEADS, (64, 17, torch.bfloat16)])
 def test_decode_head_dims(dtype, head_dim, group):
-    cache = Cache([5, 100], 16, 2, head_dim, dtype)
+    k, v, *rest = paged_cache([5, 100], 16, 2, head_dim, dtype)
     q = torch.randn(2, 2 * group, head_dim).to(dtype)
     launch = decode.fit_launch(decode.DecodeLaunch(2), head_dim, q.element_size(), (8, 0))
-    got = decode.decode_attention(q, cache.k, cache.v, cache.lens, cache.tables, head_dim**-0.5, launch)
-    starts = torch.arange(3)
-    close(got, paged_attention_reference(q, cache.k, cache.v, starts, cache.lens, cache.tables, head_dim**-0.5))
+    got = decode.decode_attention(q, k, v, *rest, head_dim**-0.5, launch)
+    close(got, paged_attention_reference(q, k, v, torch.arange(3), *rest, head_dim**-0.5))
 
 
 def test_decode_launch_rule():

@@ -1,7 +1,7 @@
 """The mixture-of-experts kernels against their twins under Triton's interpreter (`test_triton_interpreter.py`).
 
 Tiny experts, every path forced in turn. Sizes sit around BLOCK_M, tokens meet at one expert or none, experts stay
-empty, rows name an expert twice, pairs have no slot, and weights are views of a pool whose slots lie apart.
+empty, rows name an expert twice, pairs have no buffer, and weights are views of a pool whose buffers lie apart.
 """
 
 import os
@@ -29,134 +29,115 @@ def _seed():
     torch.manual_seed(0)
 
 
-def pool_of(num_slots, hidden, size, dtype, gap=0):
-    """(gate_up, down) as views of one pool, `gap` NaN elements between its slots."""
-    pool = (torch.randn(num_slots, 3 * size * hidden + gap) * hidden**-0.5).to(dtype)
-    pool[:, 3 * size * hidden :] = float("nan")
-    both = 2 * size * hidden
-    gate_up = pool[:, :both].view(num_slots, 2 * size, hidden)
-    return gate_up, pool[:, both : 3 * size * hidden].view(num_slots, hidden, size)
+DENSE = (24, 20, (24, 20), None, torch.float32)
+# Columns of gate and up, size, [outputs, columns] of down, rows of `between`, dtype. Low-rank: gate and up read halves.
+LOW_RANK = [
+    (8, 20, (24, 16), 16, torch.float32),
+    (24, 20, (8, 20), None, torch.float32),
+    (32, 48, (16, 8), 8, torch.float16),
+]
+CHOICES = {"gemv": GEMV, "tiles": TILES, "wide": WIDE, "grouped": GROUPED}
 
 
-def reference(x, gate_up, down, slots, weights):
+def choices(*names):
+    return pytest.mark.parametrize("choice", [CHOICES[name] for name in names], ids=names)
+
+
+def pool_of(num_buffers, shape, gap=8):
+    """(gate_up, down) as views of one pool, `gap` NaN elements between its buffers."""
+    columns, size, down, _, dtype = shape
+    first, second = 2 * size * columns, down[0] * down[1]
+    pool = (torch.randn(num_buffers, first + second + gap) * columns**-0.5).to(dtype)
+    pool[:, first + second :] = float("nan")
+    gate_up = pool[:, :first].view(num_buffers, 2 * size, columns)
+    return gate_up, pool[:, first : first + second].view(num_buffers, *down)
+
+
+def reference(x, gate_up, down, buffers, weights):
     """Pair by pair in fp32; the SiLU product rounded as the contract says. -1: zeros."""
-    out = torch.zeros(*slots.shape, x.shape[1])
-    for t, j in torch.nonzero(slots >= 0).tolist():
-        s = slots[t, j]
+    out = torch.zeros(*buffers.shape, x.shape[1])
+    for t, j in torch.nonzero(buffers >= 0).tolist():
+        s = buffers[t, j]
         gate, up = (gate_up[s].float() @ x[t].float()).chunk(2)
         active = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
         out[t, j] = weights[t, j] * (down[s].float() @ active)
     return out
 
 
-def check(plan, num_tokens, num_slots, top_k, hidden=24, size=20, dtype=torch.float32, slots=None):
+def check(choice, num_tokens, num_buffers, top_k, hidden=24, size=20, dtype=torch.float32, buffers=None):
     x = torch.randn(num_tokens, hidden).to(dtype)
-    gate_up, down = pool_of(num_slots, hidden, size, dtype, gap=8)
-    ids, weights = moe.route(torch.randn(num_tokens, num_slots), top_k, False)
-    slots = ids if slots is None else slots
+    gate_up, down = pool_of(num_buffers, (hidden, size, (hidden, size), None, dtype))
+    ids, weights = moe.route(torch.randn(num_tokens, num_buffers), top_k, False)
+    buffers = ids if buffers is None else buffers
     out = torch.full((num_tokens, top_k, hidden), 7.0, dtype=dtype)
-    got = moe_experts.expert_pairs(x, gate_up, down, slots, weights, out=out, plan=plan)
+    got = moe_experts.expert_pairs(x, gate_up, down, buffers, weights, out=out, choice=choice)
     assert got is out
-    expected = reference(x, gate_up, down, slots, weights)
-    expected[slots < 0] = 7.0
+    expected = reference(x, gate_up, down, buffers, weights)
+    expected[buffers < 0] = 7.0
     torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert (out[slots < 0] == 7.0).all()
+    assert (out[buffers < 0] == 7.0).all()
 
 
-@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE, GROUPED], ids=["gemv", "tiles", "wide", "grouped"])
+@choices("gemv", "tiles", "wide", "grouped")
 @pytest.mark.parametrize(
-    ("num_tokens", "num_slots", "top_k"), [(1, 1, 1), (1, 8, 2), (2, 60, 8), (15, 4, 2), (16, 4, 1), (17, 8, 2)]
+    ("num_tokens", "num_buffers", "top_k"), [(1, 1, 1), (1, 8, 2), (2, 60, 8), (15, 4, 2), (16, 4, 1), (17, 8, 2)]
 )
-def test_experts(plan, num_tokens, num_slots, top_k):
-    if plan is GEMV and num_tokens > 2:
+def test_experts(choice, num_tokens, num_buffers, top_k):
+    if choice is GEMV and num_tokens > 2:
         pytest.skip("the boundaries of tiles")
-    check(plan, num_tokens, num_slots, top_k)
+    check(choice, num_tokens, num_buffers, top_k)
 
 
-@pytest.mark.parametrize("plan", [TILES, WIDE], ids=["tiles", "wide"])
+@choices("tiles", "wide")
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 33])
-def test_one_expert_takes_all(plan, num_tokens):
-    check(plan, num_tokens, 4, 1, slots=torch.full((num_tokens, 1), 2, dtype=torch.int32))
+def test_one_expert_takes_all(choice, num_tokens):
+    check(choice, num_tokens, 4, 1, buffers=torch.full((num_tokens, 1), 2, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE, GROUPED], ids=["gemv", "tiles", "wide", "grouped"])
-def test_holes_and_repeats(plan):
-    """-1 leaves a row untouched; a token may name an expert twice; slots 0, 3 and 5 are empty."""
-    slots = torch.tensor([[1, 1], [-1, 2], [4, -1], [-1, -1], [2, 1]], dtype=torch.int32)
-    check(plan, 5, 6, 2, slots=slots)
-    check(plan, 5, 6, 2, slots=torch.full_like(slots, -1))
+@choices("gemv", "tiles", "wide", "grouped")
+def test_holes_and_repeats(choice):
+    """-1 leaves a row untouched; a token may name an expert twice; buffers 0, 3 and 5 are empty."""
+    buffers = torch.tensor([[1, 1], [-1, 2], [4, -1], [-1, -1], [2, 1]], dtype=torch.int32)
+    check(choice, 5, 6, 2, buffers=buffers)
+    check(choice, 5, 6, 2, buffers=torch.full_like(buffers, -1))
 
 
-@pytest.mark.parametrize("plan", [GEMV, TILES, GROUPED], ids=["gemv", "tiles", "grouped"])
+@choices("gemv", "tiles", "grouped")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("hidden", "size"), [(32, 48), (64, 16)])
-def test_dtypes_and_whole_tiles(plan, dtype, hidden, size):
-    check(plan, 5, 4, 2, hidden, size, dtype)
+def test_dtypes_and_whole_tiles(choice, dtype, hidden, size):
+    check(choice, 5, 4, 2, hidden, size, dtype)
 
 
-def test_default_plans_run_here():
-    for num_tokens in (0, 1, 2, 3, 17):
-        x = torch.randn(num_tokens, 24)
-        gate_up, down = pool_of(4, 24, 20, torch.float32)
-        ids, weights = moe.route(torch.randn(num_tokens, 4), 2, True)
-        got = moe_experts.expert_pairs(x, gate_up, down, ids, weights)
-        torch.testing.assert_close(got, moe.expert_pairs(x, gate_up, down, ids, weights), rtol=3e-6, atol=3e-6)
-
-
-@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE], ids=["gemv", "tiles", "wide"])
-def test_several_passes_give_the_bits_of_one(plan):
+@choices("gemv", "tiles", "wide")
+@pytest.mark.parametrize("shape", [DENSE, *LOW_RANK], ids=str)
+def test_several_passes_give_the_bits_of_one_which_are_near_the_twins(choice, shape):
     """Other passes, and a pool in which the experts lie elsewhere."""
-    num_tokens, num_experts, hidden, size = 3 if plan is GEMV else 19, 6, 24, 20
-    x = torch.randn(num_tokens, hidden)
-    gate_up, down = pool_of(num_experts, hidden, size, torch.float32)
-    ids, weights = moe.route(torch.randn(num_tokens, num_experts), 2, True)
-    whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, plan=plan)
-    elsewhere = torch.tensor([7, 2, 9, 0, 4, 5], dtype=torch.int32)
-    wide_up, wide_down = pool_of(11, hidden, size, torch.float32)
-    wide_up[elsewhere], wide_down[elsewhere] = gate_up, down
-    out = torch.full_like(whole, float("nan"))
-    for experts in ([0], [5, 2], [1, 3, 4]):
-        slots = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
-        moe_experts.expert_pairs(x, wide_up, wide_down, slots, weights, out=out, plan=plan)
-    assert torch.equal(out, whole)
-
-
-def low_rank_pool(num_slots, rank, size, down):
-    first, second = 2 * size * rank, down[0] * down[1]
-    pool = torch.randn(num_slots, first + second + 8) * rank**-0.5
-    pool[:, first + second :] = float("nan")
-    return pool[:, :first].view(num_slots, 2 * size, rank), pool[:, first : first + second].view(num_slots, *down)
-
-
-@pytest.mark.parametrize("plan", [GEMV, TILES, WIDE], ids=["gemv", "tiles", "wide"])
-@pytest.mark.parametrize(
-    ("rank", "size", "down", "rank2", "dtype"),
-    [(8, 20, (24, 16), 16, torch.float32), (24, 20, (8, 20), None, torch.float32), (32, 48, (16, 8), 8, torch.float16)],
-)
-def test_low_rank_experts(plan, rank, size, down, rank2, dtype):
-    """Against the twin, in one pass and in several with the experts elsewhere."""
-    num_tokens = 2 if plan is GEMV else 19
-    gate_up, down = (weight.to(dtype) for weight in low_rank_pool(6, rank, size, down))
-    between = None if rank2 is None else (torch.randn(rank2, size) * size**-0.5).to(dtype)
-    x = torch.randn(num_tokens, 2 * rank).to(dtype)
+    columns, size, _, rows, dtype = shape
+    num_tokens = 3 if choice is GEMV else 19
+    gate_up, down = pool_of(6, shape)
+    between = None if rows is None else (torch.randn(rows, size) * size**-0.5).to(dtype)
+    x = torch.randn(num_tokens, columns if shape is DENSE else 2 * columns).to(dtype)
     ids, weights = moe.route(torch.randn(num_tokens, 6), 2, True)
-    whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, plan=plan, between=between)
+    whole = moe_experts.expert_pairs(x, gate_up, down, ids, weights, choice=choice, between=between)
     expected = moe.expert_pairs(x, gate_up, down, ids, weights, between=between)
     torch.testing.assert_close(whole, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     elsewhere = torch.tensor([7, 2, 9, 0, 4, 5], dtype=torch.int32)
-    far_up, far_down = (weight.to(dtype) for weight in low_rank_pool(11, rank, size, down.shape[1:]))
+    far_up, far_down = pool_of(11, shape)
     far_up[elsewhere], far_down[elsewhere] = gate_up, down
     out = torch.full_like(whole, float("nan"))
     for experts in ([0], [5, 2], [1, 3, 4]):
-        slots = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
-        moe_experts.expert_pairs(x, far_up, far_down, slots, weights, out=out, plan=plan, between=between)
+        buffers = torch.where(torch.isin(ids, torch.tensor(experts)), elsewhere[ids], -1).int()
+        moe_experts.expert_pairs(x, far_up, far_down, buffers, weights, out=out, choice=choice, between=between)
     assert torch.equal(out, whole)
 
 
-def test_low_rank_experts_by_default_plans():
-    for num_tokens in (0, 2, 3, 17):
-        gate_up, down = low_rank_pool(4, 8, 20, (24, 16))
-        x, between = torch.randn(num_tokens, 16), torch.randn(16, 20)
+@pytest.mark.parametrize("shape", [DENSE, LOW_RANK[0]], ids=["dense", "low-rank"])
+def test_default_choices_run_here(shape):
+    for num_tokens in (0, 1, 2, 3, 17):
+        gate_up, down = pool_of(4, shape)
+        x = torch.randn(num_tokens, 24 if shape is DENSE else 16)
+        between = None if shape is DENSE else torch.randn(16, 20)
         ids, weights = moe.route(torch.randn(num_tokens, 4), 2, True)
         got = moe_experts.expert_pairs(x, gate_up, down, ids, weights, between=between)
         expected = moe.expert_pairs(x, gate_up, down, ids, weights, between=between)
@@ -166,17 +147,17 @@ def test_low_rank_experts_by_default_plans():
 # ---- align ---------------------------------------------------------------------------------------------------------
 
 
-def check_alignment(slots, num_slots, block_m):
-    found = moe_align.align(slots, num_slots, block_m)
-    flat = slots.flatten()
-    counts = torch.bincount(flat[flat >= 0], minlength=num_slots)
+def check_alignment(buffers, num_buffers, block_m):
+    found = moe_align.align(buffers, num_buffers, block_m)
+    flat = buffers.flatten()
+    counts = torch.bincount(flat[flat >= 0], minlength=num_buffers)
     ends = counts.cumsum(0)
     assert torch.equal(found.ends.long(), ends)
     order = flat.sort(stable=True).indices[(flat < 0).sum() :]
     assert torch.equal(found.order[: len(order)].long(), order)
     blocks = [
         (s, start, int(ends[s]))
-        for s in range(num_slots)
+        for s in range(num_buffers)
         for start in range(int(ends[s] - counts[s]), int(ends[s]), block_m)
     ]
     assert found.num_blocks.item() == len(blocks)
@@ -187,13 +168,13 @@ def check_alignment(slots, num_slots, block_m):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_align(data):
-    num_slots = data.draw(st.sampled_from([1, 2, 7, 8, 9, 60, 300]))
+    num_buffers = data.draw(st.sampled_from([1, 2, 7, 8, 9, 60, 300]))
     top_k = data.draw(st.sampled_from([1, 2, 8]))
     num_tokens = data.draw(st.sampled_from([1, 2, 15, 16, 17, 33]))
-    used = data.draw(st.lists(st.integers(-1, num_slots - 1), min_size=1, max_size=5))
+    used = data.draw(st.lists(st.integers(-1, num_buffers - 1), min_size=1, max_size=5))
     picks = data.draw(st.lists(st.sampled_from(used), min_size=num_tokens * top_k, max_size=num_tokens * top_k))
-    slots = torch.tensor(picks, dtype=torch.int32).view(num_tokens, top_k)
-    check_alignment(slots, num_slots, data.draw(st.sampled_from([16, 32])))
+    buffers = torch.tensor(picks, dtype=torch.int32).view(num_tokens, top_k)
+    check_alignment(buffers, num_buffers, data.draw(st.sampled_from([16, 32])))
 
 
 @pytest.mark.parametrize("num_pairs", [511, 512, 513, 767, 769, 1500])
@@ -210,14 +191,14 @@ def test_align_with_longer_stretches(limit, rows, monkeypatch):
 
 
 def test_gather_and_scatter():
-    slots = torch.tensor([[2, 0], [-1, 2], [0, -1]], dtype=torch.int32)
-    rows = moe_align.align(slots, 3, 16)
+    buffers = torch.tensor([[2, 0], [-1, 2], [0, -1]], dtype=torch.int32)
+    rows = moe_align.align(buffers, 3, 16)
     x = torch.randn(3, 40)
     gathered = moe_grouped.gather_rows(x, rows, 2)
     assert torch.equal(gathered[:4], x[[0, 2, 0, 1]])
     weights, out = torch.rand(3, 2), torch.zeros(3, 2, 40)
     moe_grouped.scatter_rows(gathered, rows, weights, out)
-    expected = torch.where((slots >= 0)[:, :, None], weights[:, :, None] * x[:, None], 0.0)
+    expected = torch.where((buffers >= 0)[:, :, None], weights[:, :, None] * x[:, None], 0.0)
     assert torch.equal(out, expected)
 
 

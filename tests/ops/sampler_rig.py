@@ -52,7 +52,7 @@ def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.T
 
 
 def make_state(rows: list[SamplingRow], vocab: int, places: list[int], device: str = "cpu") -> DeviceRows:
-    """rows[i] is in row places[i] of its state, which is good while it lives. Two uploads: the lists of edits move."""
+    """rows[i] is in row places[i] of its state. Two uploads: the lists of edits move."""
     found = DeviceRows(max(places) + 2, vocab, torch.device(device))
     send = sender(device)
     half = len(rows) // 2

@@ -45,7 +45,7 @@ def test_every_kind_of_request(kind, vocab, dtype):
     for lane, (row, wanted) in enumerate(zip(rows, expected.logprobs)):
         if wanted is None:
             continue
-        assert reports.ids[lane, 1, 0] == wanted.ranks[0]
+        assert reports.ids[lane, 1, 0] == wanted.positions[0]
         assert reports.logprobs[lane, 1, 0].item() == pytest.approx(wanted.logprobs[0], abs=1e-4)
         tops = reports.ids[lane, 1, 1 : 1 + row.params.logprobs].tolist()
         assert [token for token in tops if token != got[lane]] == wanted.token_ids[1:]

@@ -71,95 +71,67 @@ def test_route_by_hand():
     assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
 
 
-def pool_of(num_slots, hidden, size, dtype):
-    pool = (torch.randn(num_slots, 3 * hidden * size) * hidden**-0.5).to(dtype)
-    both = 2 * hidden * size
-    return pool[:, :both].view(num_slots, 2 * size, hidden), pool[:, both:].view(num_slots, hidden, size)
+# Columns of gate and up, size, [outputs, columns] of down, rows of `between`, whether gate and up read halves.
+DENSE = [
+    (n, size, (n, size), None, False) for n, size in ((32, 64), (128, 256), (24, 20))
+]  # last: no whole cache lines
+SIZES = ((16, 64, (8, 64), None), (16, 64, (40, 24), 24), (8, 40, (48, 16), 16), (24, 20, (7, 20), None))
+LOW_RANK = [(*sizes, True) for sizes in SIZES]
+every_shape = pytest.mark.parametrize("shape", DENSE + LOW_RANK, ids=str)
+
+
+def pool_of(num_buffers, shape, dtype):
+    """(gate_up, down) as views of one pool whose buffers have room for more."""
+    columns, size, down, *_ = shape
+    first, second = 2 * size * columns, down[0] * down[1]
+    pool = (torch.randn(num_buffers, first + second + 24) * columns**-0.5).to(dtype)
+    return pool[:, :first].view(num_buffers, 2 * size, columns), pool[:, first:][:, :second].view(num_buffers, *down)
+
+
+def rest_of(num_tokens, shape, dtype):
+    """x and `between`."""
+    columns, size, _, rows, is_split = shape
+    between = None if rows is None else (torch.randn(rows, size) * size**-0.5).to(dtype)
+    return torch.randn(num_tokens, columns * (1 + is_split)).to(dtype), between
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("hidden", "size"), [(32, 64), (128, 256), (24, 20)])  # the last: no whole cache lines
+@every_shape
 @pytest.mark.parametrize("num_tokens", [1, 2, 37, 150])
-def test_several_passes_give_the_bits_of_one(dtype, hidden, size, num_tokens):
-    gate_up, down = pool_of(8, hidden, size, dtype)
-    x = torch.randn(num_tokens, hidden).to(dtype)
-    ids, weights = moe.route(torch.randn(num_tokens, 8), 2, True)
-    whole = moe.expert_pairs(x, gate_up.contiguous(), down.contiguous(), ids, weights)
-    elsewhere = torch.tensor([9, 2, 10, 0, 4, 5, 1, 7])
-    far_up, far_down = pool_of(11, hidden, size, dtype)
-    far_up[elsewhere], far_down[elsewhere] = gate_up, down
-    out = torch.full_like(whole, float("nan"))
-    for some in ([0], [6, 2], [], [1, 3, 4], [5, 7]):
-        slots = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
-        moe.expert_pairs(x, far_up, far_down, slots, weights, out=out)
-    assert torch.equal(out, whole)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pairs_without_a_slot_and_repeats(dtype):
-    gate_up, down = pool_of(5, 32, 64, dtype)
-    x, weights = torch.randn(4, 32).to(dtype), torch.rand(4, 2)
-    slots = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
-    out = torch.full((4, 2, 32), 7.0, dtype=dtype)
-    assert moe.expert_pairs(x, gate_up, down, slots, weights, out=out) is out
-    assert (out[slots < 0] == 7.0).all()
-    for t, j in torch.nonzero(slots >= 0).tolist():
-        gate, up = (gate_up[slots[t, j]].float() @ x[t].float()).chunk(2)
-        expected = weights[t, j] * (down[slots[t, j]].float() @ (torch.nn.functional.silu(gate) * up))
-        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-        torch.testing.assert_close(out[t, j].float(), expected, rtol=tolerance, atol=tolerance)
-    empty = moe.expert_pairs(x[:0], gate_up, down, slots[:0], weights[:0])
-    assert empty.shape == (0, 2, 32)
-
-
-def low_rank_pool(num_slots, rank, size, down, dtype):
-    """(gate_up, down) as views of one pool whose slots have room for more."""
-    first, second = 2 * size * rank, down[0] * down[1]
-    pool = (torch.randn(num_slots, first + second + 24) * rank**-0.5).to(dtype)
-    return pool[:, :first].view(num_slots, 2 * size, rank), pool[:, first : first + second].view(num_slots, *down)
-
-
-LOW_RANK = [(16, 64, (8, 64), None), (16, 64, (40, 24), 24), (8, 40, (48, 16), 16), (24, 20, (7, 20), None)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rank", "size", "down", "rank2"), LOW_RANK)
-def test_low_rank_experts_read_halves_and_multiply_between(dtype, rank, size, down, rank2):
-    gate_up, down = low_rank_pool(5, rank, size, down, dtype)
-    between = None if rank2 is None else (torch.randn(rank2, size) * size**-0.5).to(dtype)
-    x, weights = torch.randn(4, 2 * rank).to(dtype), torch.rand(4, 2)
-    slots = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
-    out = torch.full((4, 2, down.shape[1]), 7.0, dtype=dtype)
-    assert moe.expert_pairs(x, gate_up, down, slots, weights, out, between=between) is out
-    assert (out[slots < 0] == 7.0).all()
-    for t, j in torch.nonzero(slots >= 0).tolist():
-        gate, up = gate_up[slots[t, j]].float().chunk(2)
-        active = torch.nn.functional.silu(gate @ x[t, :rank].float()) * (up @ x[t, rank:].float())
-        active = active if between is None else between.float() @ active
-        expected = weights[t, j] * (down[slots[t, j]].float() @ active)
-        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
-        torch.testing.assert_close(out[t, j].float(), expected, rtol=tolerance, atol=tolerance)
-    empty = moe.expert_pairs(x[:0], gate_up, down, slots[:0], weights[:0], between=between)
-    assert empty.shape == (0, 2, down.shape[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rank", "size", "sizes", "rank2"), LOW_RANK)
-@pytest.mark.parametrize("num_tokens", [1, 2, 37, 150])
-def test_several_passes_over_low_rank_experts_give_the_bits_of_one(dtype, rank, size, sizes, rank2, num_tokens):
-    gate_up, down = low_rank_pool(8, rank, size, sizes, dtype)
-    between = None if rank2 is None else (torch.randn(rank2, size) * size**-0.5).to(dtype)
-    x = torch.randn(num_tokens, 2 * rank).to(dtype)
+def test_several_passes_give_the_bits_of_one(dtype, shape, num_tokens):
+    gate_up, down = pool_of(8, shape, dtype)
+    x, between = rest_of(num_tokens, shape, dtype)
     ids, weights = moe.route(torch.randn(num_tokens, 8), 2, True)
     whole = moe.expert_pairs(x, gate_up.contiguous(), down.contiguous(), ids, weights, between=between)
     elsewhere = torch.tensor([9, 2, 10, 0, 4, 5, 1, 7])
-    far_up, far_down = low_rank_pool(11, rank, size, sizes, dtype)
+    far_up, far_down = pool_of(11, shape, dtype)
     far_up[elsewhere], far_down[elsewhere] = gate_up, down
     out = torch.full_like(whole, float("nan"))
     for some in ([0], [6, 2], [], [1, 3, 4], [5, 7]):
-        slots = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
-        moe.expert_pairs(x, far_up, far_down, slots, weights, out=out, between=between)
+        buffers = torch.where(torch.isin(ids, torch.tensor(some)), elsewhere[ids], -1).int()
+        moe.expert_pairs(x, far_up, far_down, buffers, weights, out=out, between=between)
     assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_shape
+def test_every_pair_by_the_formula_and_rows_without_a_buffer_are_kept(dtype, shape):
+    gate_up, down = pool_of(5, shape, dtype)
+    (x, between), weights = rest_of(4, shape, dtype), torch.rand(4, 2)
+    buffers = torch.tensor([[3, 3], [-1, 0], [4, -1], [-1, -1]], dtype=torch.int32)
+    out = torch.full((4, 2, down.shape[1]), 7.0, dtype=dtype)
+    assert moe.expert_pairs(x, gate_up, down, buffers, weights, out, between=between) is out
+    assert (out[buffers < 0] == 7.0).all()
+    columns = gate_up.shape[2]
+    for t, j in torch.nonzero(buffers >= 0).tolist():
+        gate, up = gate_up[buffers[t, j]].float().chunk(2)
+        active = torch.nn.functional.silu(gate @ x[t, :columns].float()) * (up @ x[t, -columns:].float())
+        active = active if between is None else between.float() @ active
+        expected = weights[t, j] * (down[buffers[t, j]].float() @ active)
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
+        torch.testing.assert_close(out[t, j].float(), expected, rtol=tolerance, atol=tolerance)
+    empty = moe.expert_pairs(x[:0], gate_up, down, buffers[:0], weights[:0], between=between)
+    assert empty.shape == (0, 2, down.shape[1])
 
 
 def test_sum_pairs_rounds_once():
@@ -174,26 +146,13 @@ HOPPER = (9, 0)
 
 
 def test_the_rule():
-    sizes = (1, 2, 3, 16, 17, 64, 65, 128, 129, 512, 513, 3071, 3072)
-    kinds = {n: moe_tiles.default_plan(n, MIXTRAL, HOPPER) for n in sizes}
-    assert {n: (plan.kind, plan.block_m) for n, plan in kinds.items()} == {
-        1: ("gemv", 1),
-        2: ("gemv", 1),
-        3: ("tiles", 16),
-        16: ("tiles", 16),
-        17: ("tiles", 64),
-        64: ("tiles", 64),
-        65: ("tiles", 64),
-        128: ("tiles", 64),
-        129: ("tiles", 128),
-        512: ("tiles", 128),
-        513: ("tiles", 128),
-        3071: ("tiles", 128),
-        3072: ("grouped", 128),
-    }
+    rule = {1: "gemv 1", 2: "gemv 1", 3: "tiles 16", 16: "tiles 16", 17: "tiles 64", 128: "tiles 64"}
+    rule |= {129: "tiles 128", 512: "tiles 128", 513: "tiles 128", 3071: "tiles 128", 3072: "grouped 128"}
+    choices = {n: moe_tiles.default_tiles(n, MIXTRAL, HOPPER) for n in rule}
+    assert {n: f"{choice.kind} {choice.block_m}" for n, choice in choices.items()} == rule
     many = MoeShape(2048, 768, 8, torch.bfloat16)
-    plans = [moe_tiles.default_plan(n, many, HOPPER) for n in (4, 5, 64, 65, 512, 513)]
-    assert [plan.block_m for plan in plans] == [1, 16, 16, 64, 64, 128]
+    choices = [moe_tiles.default_tiles(n, many, HOPPER) for n in (4, 5, 64, 65, 512, 513)]
+    assert [choice.block_m for choice in choices] == [1, 16, 16, 64, 64, 128]
 
 
 def test_the_grouped_product_is_for_hopper_and_bf16():
@@ -212,36 +171,32 @@ def test_low_rank_experts_have_plans_of_their_own():
     """No grouped product, no entries that were measured of dense experts, and a second product of other sizes."""
     low_rank = MoeShape(1024, 14336, 2, torch.bfloat16, (4096, 1024))
     assert not moe_tiles.uses_grouped(16384, low_rank, HOPPER)
-    assert moe_tiles.default_plan(16384, low_rank, HOPPER).kind == "tiles"
+    assert moe_tiles.default_tiles(16384, low_rank, HOPPER).kind == "tiles"
     small = MoeShape(1024, 14336, 2, torch.bfloat16, (4096, 256))
-    assert moe_tiles.default_plan(1, small, HOPPER).down.block_k == 256
+    assert moe_tiles.default_tiles(1, small, HOPPER).down.block_k == 256
 
 
 @pytest.mark.parametrize("arch", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_stages_of_low_rank_experts_fit_the_shared_memory(arch):
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_stages_fit_the_shared_memory(arch, low_rank):
+    """Of low-rank experts gate and up read rows of their own."""
+    shape = (
+        MoeShape(1024, 14336, 2, torch.float16, (4096, 1024)) if low_rank else MoeShape(4096, 14336, 2, torch.float16)
+    )
     limit = moe_tiles.SHARED.get(arch, moe_tiles.LEAST_SHARED)
     for num_tokens in (3, 17, 65, 129, 513):
-        plan = moe_tiles.default_plan(num_tokens, MoeShape(1024, 14336, 2, torch.float16, (4096, 1024)), arch)
-        tile = plan.gate_up
-        assert tile.num_stages * 2 * (plan.block_m + tile.block_n) * tile.block_k * 2 <= limit
-        assert tile.num_stages >= 2
-
-
-@pytest.mark.parametrize("arch", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_stages_fit_the_shared_memory(arch):
-    limit = moe_tiles.SHARED.get(arch, moe_tiles.LEAST_SHARED)
-    for num_tokens in (3, 17, 65, 129, 513):
-        plan = moe_tiles.default_plan(num_tokens, MoeShape(4096, 14336, 2, torch.float16), arch)
-        for tile, num_weights in ((plan.gate_up, 2), (plan.down, 1)):
-            assert tile.num_stages * (plan.block_m + num_weights * tile.block_n) * tile.block_k * 2 <= limit
+        choice = moe_tiles.default_tiles(num_tokens, shape, arch)
+        for tile, num_weights, num_rows in ((choice.gate_up, 2, 1 + low_rank), (choice.down, 1, 1)):
+            numbers = (num_rows * choice.block_m + num_weights * tile.block_n) * tile.block_k
+            assert tile.num_stages * numbers * 2 <= limit
             assert tile.num_stages >= 2
 
 
 def test_sizes_to_warm_cover_every_plan():
     device = torch.device("cpu")
     sizes = moe_tiles.sizes_to_warm(100, MIXTRAL, device)
-    plans = {moe_tiles.choose_plan(n, MIXTRAL, device) for n in range(1, 101)}
-    assert {moe_tiles.choose_plan(n, MIXTRAL, device) for n in sizes} == plans
+    choices = {moe_tiles.choose_tiles(n, MIXTRAL, device) for n in range(1, 101)}
+    assert {moe_tiles.choose_tiles(n, MIXTRAL, device) for n in sizes} == choices
     assert sizes == sorted(sizes, reverse=True)
 
 

@@ -19,8 +19,8 @@ LIBRARY = build.load_library()
 needs_compiler = pytest.mark.skipif(isinstance(LIBRARY, str), reason=f"no native kernels: {LIBRARY}")
 
 
-def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 3e-6) -> None:
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 3e-6) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 @needs_compiler
@@ -30,8 +30,8 @@ def test_norms_and_gate(rows: int, size: int) -> None:
     ops = native_ops()
     x, residual, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
     before = x.clone(), residual.clone()
-    for got, want in zip(ops.add_rms_norm(x, residual, weight, 1e-5), PLAIN.add_rms_norm(x, residual, weight, 1e-5)):
-        close(got, want)
+    for got, twin in zip(ops.add_rms_norm(x, residual, weight, 1e-5), PLAIN.add_rms_norm(x, residual, weight, 1e-5)):
+        close(got, twin)
     close(ops.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5))
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
@@ -60,8 +60,8 @@ def test_rope_and_store(head_dim: int, rot_dim: int, has_norm: bool, rows: int) 
         caches = torch.zeros(6, 8, kv_heads, head_dim), torch.zeros(6, 8, kv_heads, head_dim)
         q = ops.qk_norm_rope(qkv, norms, 1e-6, *ops.rope_inputs(table, positions), *caches, slots, heads)
         outputs.append((q, *caches))
-    for got, want in zip(*outputs):
-        close(got, want, 1e-5)
+    for got, twin in zip(*outputs):
+        close(got, twin, 1e-5)
 
 
 @needs_compiler

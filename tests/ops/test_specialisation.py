@@ -33,7 +33,6 @@ from nanovllm.ops.triton import (
     qk_norm_rope,
     sampling,
     sampling_report,
-    store_kv,
 )
 
 if triton.knobs.runtime.interpret:
@@ -106,7 +105,6 @@ def test_everything_else(compiled):
         qkv = empty(rows, (NUM_Q + 2 * NUM_KV) * HEAD_DIM)
         heads = (empty(HEAD_DIM), empty(HEAD_DIM))
         qk_norm_rope.qk_norm_rope(qkv, heads, 1e-6, cos_sin, index, *cache, index, NUM_Q)
-        store_kv.store_kv(*(empty(rows, NUM_KV, HEAD_DIM) for _ in range(2)), *cache, index)
         drawn = sampling.draw(empty(rows, VOCAB), index.int(), index.int(), sampler_state)
         reports = sampling_report.Reports.allocate(rows, 1 + rows % 3, torch.device("cpu"))
         sampling_report.report(empty(rows, VOCAB), index.int(), drawn, sampler_state, reports, rows % 3)
@@ -122,7 +120,6 @@ def test_everything_else(compiled):
         "norm_kernel": 2,  # with and without a residual
         "silu_mul_kernel": 1,
         "qk_norm_rope_kernel": 2,  # few and many tokens
-        "store_kv_kernel": 1,
         "tiles_kernel": 2,  # few and many lanes
         "pick_kernel": 1,
         "search_kernel": 1,
@@ -164,7 +161,7 @@ def test_experts(compiled, monkeypatch):
     def counts():
         return {name: len(keys) for name, keys in compiled.items()}
 
-    shape = moe_tiles.Shape(hidden, size, top_k, BF16)
+    shape = moe_tiles.MoeShape(hidden, size, top_k, BF16)
     for rows in moe_tiles.sizes_to_warm(2000, shape, gate_up.device):
         run(rows)
     warm = counts()

@@ -211,15 +211,3 @@ def test_trained_mixtral_in_16_bits_stays_close(make_trained: Callable[..., LLM]
         exact = perplexity(llm, windows)
     with make_trained(dtype="bfloat16") as llm:
         assert perplexity(llm, windows) == pytest.approx(exact, rel=0.02)
-
-
-def test_the_command_line_runs_it() -> None:
-    from typer.testing import CliRunner
-
-    from nanovllm.cli import app
-
-    words = ["generate", "--model", str(TRAINED), "--device", "cpu", "--temperature", "0", "--max-tokens", "8",
-             "--max-model-len", "64", PROMPTS[0]]  # fmt: skip
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert "House of Representatives" in result.output

@@ -1,12 +1,20 @@
-"""Groups of ranks that all tests of this folder share: one of two, one of four, started when they are first wanted."""
+"""The model of most tests of this folder, and groups of ranks that they share, started when they are first needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.ranks.group import RankGroup
+from tests.tiny_models import TinyModel
+
+
+@pytest.fixture(scope="session")
+def qwen(tiny: Callable[[str], TinyModel]) -> Path:
+    """Two ranks can share it."""
+    return tiny("qwen3-bias-tied").path
 
 
 @pytest.fixture(scope="session")

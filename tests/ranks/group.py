@@ -32,7 +32,7 @@ class RankGroup:
         ]
 
     def do(self, **job: Any) -> list[dict[str, Any]]:
-        """What each rank says."""
+        """What each rank has printed."""
         limit = threading.Timer(SECONDS, self.close)  # a rank that hangs ends the test, not the suite
         limit.start()
         try:

@@ -1,11 +1,11 @@
-"""What it costs to tell another process a step: write, send, receive, read. Not collected by pytest.
+"""What it costs to send a plan to another process: write, send, receive, read. Not collected by pytest.
 
     python tests/ranks/measure_message.py [--out benchmarks/results/NAME.json]
 
 A decode step of N sequences, of which one in `block_size` needs a new block. `write` and `read` are measured alone, and
 `send and receive` between two processes: half of the time of a message there and back as it was, which is what the
 socket pair costs with both ends awake or asleep as it comes. Trials of many rounds each, and of each trial the median:
-the quietest trial says what the code costs, the median trial what else this machine was doing.
+the quietest trial is the cost of the code, the median trial has the other load of this machine in it.
 """
 
 from __future__ import annotations

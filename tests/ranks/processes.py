@@ -67,7 +67,7 @@ def listening(process: int) -> set[str]:
 
 
 def all_on_loopback(processes: set[int]) -> bool:
-    """Some of them listen, and only where nobody outside this machine can reach them."""
+    """Some of them listen, and only on the loopback interface."""
     found = set().union(*map(listening, processes))
     return bool(found) and found <= {"0100007F", "0000000000000000FFFF00000100007F"}
 

@@ -6,7 +6,7 @@ it saw of each as one line. Starting a process costs more than most jobs, so a g
     {"do": "logits", "path": ...}                                  of a prompt, through its shards of the model
     {"do": "greedy", "path": ..., "options": {...}, "batches": ..., "num_tokens": ...}     a whole executor's tokens
     {"do": "spread", "expert_size": ..., "ids": ..., "dtype": ...}     spread experts against whole ones, one layer
-    {"do": "numbers", "number": ...}                               what ranks agree on
+    {"do": "numbers", "number": ...}                               what ranks exchange at the start
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.loader import load_weights
-from tests.runner.test_relay import InPieces
+from tests.runner.test_relay import InSegments
 
 CPU = Device(torch.device("cpu"))
 PROMPT = [5, 9, 2, 7, 1, 3, 8, 4, 6, 11, 12]
@@ -49,7 +49,7 @@ BLOCK = 4
 
 
 class CountingCheckpoint:
-    """Passes everything on, and counts the numbers that were read, and of which experts."""
+    """Counts the numbers that were read, and of which experts."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -68,8 +68,8 @@ class CountingCheckpoint:
     def read(self, name: str) -> torch.Tensor:
         return self._count(name, self._inner.read(name))
 
-    def read_piece(self, name: str, *cut: int) -> torch.Tensor:
-        return self._count(name, self._inner.read_piece(name, *cut))
+    def read_slice(self, name: str, *cut: int) -> torch.Tensor:
+        return self._count(name, self._inner.read_slice(name, *cut))
 
 
 def build(path: Path, parallel: Parallel) -> tuple[Transformer, int]:
@@ -149,7 +149,7 @@ def greedy(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     try:
         at_start = reads.num_bytes
         if job.get("in_pieces"):
-            executor.runner.model = InPieces(executor.runner.model)  # type: ignore[attr-defined]
+            executor.runner.model = InSegments(executor.runner.model)  # type: ignore[attr-defined]
         tokens = [found for batch in job["batches"] for found in decode(executor, batch, job["num_tokens"], 16)]
         stats = executor.expert_stats()
         return {
@@ -219,7 +219,7 @@ def main() -> None:
         try:
             with torch.inference_mode():
                 found = JOBS[job["do"]](job, parallel)
-        except NanoVLLMError as error:  # one that all ranks meet alike: a refusal
+        except NanoVLLMError as error:  # a refusal, which all ranks raise
             found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(found), flush=True)
 

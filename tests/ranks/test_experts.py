@@ -1,8 +1,8 @@
-"""Mixture-of-experts models on several ranks say what one rank says, wherever the experts live and however they are
+"""Mixture-of-experts models on several ranks give the tokens of one rank, wherever the experts are and however they are
 divided; each rank reads its own part of the files and no other.
 
-Lesson 34: tensor_parallel_size > 1 with Mixtral silently built another architecture. Every case here compares tokens.
-Lessons 15 and 23: what ranks decide by is agreed, and what they sample from is the same (`agree`)."""
+Every case compares tokens, so no rank may build another architecture. What ranks decide by is agreed, and what they
+sample from is the same (`agree`)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def share_bytes(model: TinyModel, num_ranks: int) -> int:
     ],
 )
 def test_resident_experts(tiny: Tiny, ranks: Ranks, name: str, size: int) -> None:
-    """Lesson 34."""
     model = tiny(name)
     found = ranks(size).do(options={}, **ask(model))
     assert agree(found)["tokens"] == wanted(model)
@@ -117,7 +116,7 @@ TIERS: dict[str, tuple[int, int, dict[str, Any]]] = {
     ],
 )
 def test_offloaded_experts(tiny: Tiny, ranks: Ranks, tier: str, size: int) -> None:
-    """Lesson 34, and 15: slots are as many on every rank."""
+    """Every rank has as many expert buffers."""
     model, (slots, in_host, more) = tiny("mixtral"), TIERS[tier]
     expert = share_bytes(model, size)
     room = {"expert_cache_gb": slots + 0.5, "expert_host_gb": in_host + 0.5}
@@ -143,7 +142,7 @@ def test_offloaded_experts(tiny: Tiny, ranks: Ranks, tier: str, size: int) -> No
 
 
 def test_ranks_that_find_unequal_memory_take_the_least(ranks: Ranks) -> None:
-    """Lesson 15: each rank computed its own size. `least` is what they agree by."""
+    """`least` is what they agree by."""
     assert [answer["numbers"] for answer in ranks(2).do(do="numbers", number=7)] == [[7, 8]] * 2
     assert [answer["least"] for answer in ranks(2).do(do="numbers", number=7)] == [7, 7]
     assert [answer["neighbours"] for answer in ranks(4).do(do="numbers", number=1)] == [4] * 4
@@ -154,7 +153,6 @@ def test_ranks_that_find_unequal_memory_take_the_least(ranks: Ranks) -> None:
 CHOICES = {
     "qwen": [Choice(17, 30, 20, "input"), Choice(25, 11, 13, "output")],  # 3 layers, the second one dense
     "mixtral": [Choice(20, 21, 9), Choice(31, 50, 12, "input")],
-    "private": [Choice(20, 21, 9), Choice(31, 50, 12, "input")],
 }
 
 
@@ -166,7 +164,7 @@ def low_rank(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         if name not in built:
             source = tiny("qwen3-moe-dense-layers" if name == "qwen" else "mixtral").path
             built[name] = copy_model(source, tmp_path_factory.mktemp("low-rank") / name)
-            write_svd(built[name], CHOICES[name], mode="private" if name == "private" else "shared")
+            write_svd(built[name], CHOICES[name])
         return built[name]
 
     return get
@@ -188,8 +186,6 @@ LOW_RANK: dict[str, dict[str, Any]] = {
         ("mixtral", 2, "memory"),
         ("qwen", 4, "memory"),
         ("qwen", 2, "disk"),
-        ("private", 2, "disk"),
-        ("private", 4, "resident"),
         ("mixtral", 2, "spread"),
         ("qwen", 4, "spread"),
     ],

@@ -1,19 +1,16 @@
-"""Two machines: two network namespaces that see each other over one cable and share no loopback. torchrun starts one
+"""Two machines: two network namespaces that are joined by one virtual cable and share no loopback. torchrun starts one
 rank in each. Skipped where namespaces are not allowed."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_torchrun import ROOT, SCRIPT, expected_tokens, found_in
-from tests.tiny_models import TinyModel
+from tests.ranks.test_torchrun import expected_tokens, found_in, start_script
 
 HOSTS = ("10.173.61.1", "10.173.61.2")
 PORT = 29517  # the namespaces are ours alone
@@ -47,32 +44,27 @@ def hosts() -> Iterator[list[str]]:
         subprocess.run(["ip", "link", "del", cable[0]], check=False, capture_output=True)
 
 
-def in_kernels_words(address: str) -> str:
+def in_hexadecimal(address: str) -> str:
     return "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
 
 
-def start(host: str, number: int, model: Path) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--nproc-per-node", "1", "--node-rank", str(number), "--master-addr", HOSTS[0]]
-    command += ["--master-port", str(PORT), str(SCRIPT), str(model), "2", "same"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-
-
-def test_one_rank_on_each_of_two_machines(tiny: Callable[[str], TinyModel], hosts: list[str]) -> None:
-    model = tiny("qwen3-bias-tied").path
-    agents = [start(host, number, model) for number, host in enumerate(hosts)]
+def test_one_rank_on_each_of_two_machines(qwen: Path, hosts: list[str]) -> None:
+    shared = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", HOSTS[0], "--master-port", str(PORT)]
+    agents = [
+        start_script(qwen, "same", [*shared, "--node-rank", str(number)], prefix=["ip", "netns", "exec", host])
+        for number, host in enumerate(hosts)
+    ]
     try:
-        said = [agent.communicate(timeout=150)[0] for agent in agents]
+        printed = [agent.communicate(timeout=150)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    expected = expected_tokens(model)
-    for number, text in enumerate(said):
+    expected = expected_tokens(qwen)
+    for number, text in enumerate(printed):
         found = found_in(text)
         assert len(found) == 1, text
         assert found[0]["rank"] == number
         assert found[0]["errors"] == []
         assert found[0]["tokens"] == expected
         # The interface that leads to the other machine, and no other. (The store is torchrun's.)
-        assert in_kernels_words(HOSTS[number]) in found[0]["listening"]
+        assert in_hexadecimal(HOSTS[number]) in found[0]["listening"]

@@ -1,10 +1,11 @@
-"""Ranks in processes of their own: the tokens of one rank; what cannot start or does not divide is said; nothing
-listens where others could reach it."""
+"""Ranks in processes of their own: the tokens of one rank; a clear error where one cannot start or a size does not
+divide; nothing listens where other machines could reach it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,9 +43,8 @@ def test_tokens_of_several_ranks_are_those_of_one(
 
 
 def test_parameters_of_numpy_all_logprobs_and_a_reset_cache_on_two_ranks(
-    make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]
+    make_llm: Callable[..., LLM], qwen: Path
 ) -> None:
-    path = tiny("qwen3-bias-tied").path
     params = SamplingParams(
         temperature=np.float32(0.5),
         seed=np.int64(3),
@@ -54,7 +54,7 @@ def test_parameters_of_numpy_all_logprobs_and_a_reset_cache_on_two_ranks(
         stop_token_ids=np.array([5]),
         logit_bias={np.int64(7): np.float32(1.5)},
     )
-    for llm in (make_llm(path), make_llm(path, tensor_parallel_size=2)):
+    for llm in (make_llm(qwen), make_llm(qwen, tensor_parallel_size=2)):
         prompt = {"prompt_token_ids": np.arange(10, 50)}
         answers = [llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(2)]
         assert llm.reset_prefix_cache()
@@ -63,37 +63,30 @@ def test_parameters_of_numpy_all_logprobs_and_a_reset_cache_on_two_ranks(
         assert all(len(position) == VOCAB for answer in answers for position in answer["logprobs"])
 
 
-def test_ranks_listen_on_the_loopback_interface_only(
-    make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]
-) -> None:
+def test_ranks_listen_on_the_loopback_interface_only(make_llm: Callable[..., LLM], qwen: Path) -> None:
     """One rank listens nowhere; of several, the store and gloo do, and no other machine can reach them."""
     before = listening(os.getpid())
-    alone = make_llm(tiny("qwen3-bias-tied").path)
-    assert isinstance(alone.engine.executor, LocalExecutor)
+    assert isinstance(make_llm(qwen).engine.executor, LocalExecutor)
     assert listening(os.getpid()) <= before
     running = children()
-    make_llm(tiny("qwen3-bias-tied").path, tensor_parallel_size=2)
+    make_llm(qwen, tensor_parallel_size=2)
     (worker,) = children() - running
     found = (listening(os.getpid()) - before) | listening(worker)
     assert found == {"0100007F"}
 
 
-def test_two_engines_of_several_ranks_do_not_meet(
-    make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]
-) -> None:
+def test_two_engines_of_several_ranks_at_once(make_llm: Callable[..., LLM], qwen: Path) -> None:
     """No port and no name of shared memory is fixed."""
-    path = tiny("qwen3-bias-tied").path
-    first, second = (make_llm(path, tensor_parallel_size=2, seed=seed) for seed in (1, 2))
+    first, second = (make_llm(qwen, tensor_parallel_size=2, seed=seed) for seed in (1, 2))
     assert tokens(first, GREEDY) == tokens(second, GREEDY)
     first.close()
-    assert tokens(second, SEEDED) == tokens(make_llm(path), SEEDED)
+    assert tokens(second, SEEDED) == tokens(make_llm(qwen), SEEDED)
 
 
-def test_a_rank_that_cannot_start_says_why(
-    make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_cannot_start_is_named(
+    make_llm: Callable[..., LLM], qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = children()
-    start = multiprocess.start_worker
+    before, start = children(), multiprocess.start_worker
 
     def start_and_kill(rank: int) -> multiprocess.Worker:
         worker = start(rank)
@@ -102,16 +95,14 @@ def test_a_rank_that_cannot_start_says_why(
 
     monkeypatch.setattr(multiprocess, "start_worker", start_and_kill)
     with pytest.raises(EngineDeadError, match=r"rank 1: .*killed by signal 9"):
-        make_llm(tiny("qwen2").path, tensor_parallel_size=2)
+        make_llm(qwen, tensor_parallel_size=2)
     assert children() <= before
 
 
-def test_sizes_that_do_not_divide_are_refused_with_those_that_would(
-    make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]
-) -> None:
+def test_sizes_that_do_not_divide_are_refused_with_those_that_would(make_llm: Callable[..., LLM], qwen: Path) -> None:
     before = children()
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3: .* possible: \[1, 2, 4"):
-        make_llm(tiny("qwen2").path, tensor_parallel_size=3)
+        make_llm(qwen, tensor_parallel_size=3)
     assert children() <= before, "refused before any rank is started"
 
 
@@ -120,7 +111,10 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_would(
     [
         ({"distributed_executor_backend": "mpi"}, r"distributed_executor_backend='mpi': must be one of local, mp"),
         ({"distributed_executor_backend": "local", "tensor_parallel_size": 2}, r"'local' is one rank.*use 'mp', 'ray'"),
-        ({"distributed_executor_backend": "torchrun"}, r"tensor_parallel_size=1: this process was started by nobody"),
+        (
+            {"distributed_executor_backend": "torchrun"},
+            r"tensor_parallel_size=1: this process was not started by torchrun",
+        ),
     ],
 )
 def test_an_executor_that_cannot_be_is_refused(make_llm: Callable[..., LLM], options: dict, words: str) -> None:
@@ -128,12 +122,12 @@ def test_an_executor_that_cannot_be_is_refused(make_llm: Callable[..., LLM], opt
         make_llm(**options)
 
 
-def test_one_rank_may_be_asked_of_any_executor(make_llm: Callable[..., LLM]) -> None:
+def test_one_rank_under_the_multiprocess_executor(make_llm: Callable[..., LLM]) -> None:
     before = children()
     forced = make_llm(distributed_executor_backend="mp")
     assert isinstance(forced.engine.executor, MultiprocessExecutor)
     assert tokens(forced, GREEDY) == tokens(make_llm(distributed_executor_backend="local"), GREEDY)
-    assert children() <= before, "one rank needs nobody else"
+    assert children() <= before, "one rank starts no process"
 
 
 def test_a_step_that_fails_alone_is_not_the_end_of_one_rank(
@@ -152,15 +146,14 @@ def test_a_step_that_fails_alone_is_not_the_end_of_one_rank(
     assert tokens(llm, GREEDY) == expected
 
 
-def test_structured_output_on_two_ranks(make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]) -> None:
+def test_structured_output_on_two_ranks(make_llm: Callable[..., LLM], qwen: Path) -> None:
     """Every rank masks its logits itself: the texts of one rank, beside requests without a grammar."""
-    path = tiny("qwen3-bias-tied").path
     words = {"choice": ["the rain", "a town"]}
     choice = SamplingParams(temperature=0.9, seed=1, max_tokens=30, structured_outputs=words)
     digits = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "[0-9]{3,5}"})
     params = [choice, digits, SEEDED, choice.clone(n=2, seed=5)]
     texts = []
-    for llm in (make_llm(path), make_llm(path, tensor_parallel_size=2)):
+    for llm in (make_llm(qwen), make_llm(qwen, tensor_parallel_size=2)):
         outputs = llm.generate(["in the", "on a", "the town", "a rain"], params, use_tqdm=False)
         texts.append([one.text for output in outputs for one in output.outputs])
     assert texts[0] == texts[1]

@@ -3,7 +3,6 @@ was reserved is given back."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
@@ -11,36 +10,43 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, AsyncLLMEngine, ConfigError, EngineDeadError
+from nanovllm import LLM, ConfigError, EngineDeadError
 from nanovllm.ranks import ray_cluster
 from tests.ranks.processes import all_on_loopback, children, descendants, is_alive, soon
-from tests.ranks.test_faults import NOTICED, PATIENT, add_requests, run_to_death
+from tests.ranks.test_faults import (
+    NOTICED,
+    PATIENT,
+    add_requests,
+    expect_notice,
+    killed_or_hung,
+    open_two,
+    run_to_death,
+)
 from tests.ranks.test_multiprocess import GREEDY, SEEDED, tokens
-from tests.tiny_models import TinyModel
 
-MODEL = "qwen3-bias-tied"
 NUM_CPUS = 2
 LIMITS = {signal.SIGKILL: PATIENT, signal.SIGSTOP: 5.0}  # a rank that is well may be slow on a busy machine
 MakeRay = Callable[..., LLM]
 
 
 @pytest.fixture
-def make_ray(make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel]) -> MakeRay:
-    return lambda **options: make_llm(tiny(MODEL).path, distributed_executor_backend="ray", **options)
+def make_ray(make_llm: Callable[..., LLM], qwen: Path) -> MakeRay:
+    return lambda **options: make_llm(qwen, distributed_executor_backend="ray", **options)
 
 
-def test_without_ray_it_says_what_to_install(make_ray: MakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_has_what_to_install(make_ray: MakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'nano-vllm\[ray\]'"):
         make_ray()
 
 
 def test_a_cluster_of_its_own_is_started_and_stopped(
-    make_ray: MakeRay, make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+    make_ray: MakeRay, make_llm: Callable[..., LLM], qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -48,7 +54,7 @@ def test_a_cluster_of_its_own_is_started_and_stopped(
     llm = make_ray()
     assert ray.is_initialized()
     assert all_on_loopback(descendants())  # nothing may be reachable from other machines
-    assert tokens(llm, GREEDY) == tokens(make_llm(tiny(MODEL).path), GREEDY)
+    assert tokens(llm, GREEDY) == tokens(make_llm(qwen), GREEDY)
     llm.close()
     assert not ray.is_initialized()
     assert soon(lambda: children() <= before), children() - before
@@ -74,13 +80,9 @@ def all_is_free(ray: Any) -> bool:
 
 
 def test_two_ranks_have_the_tokens_of_one_and_give_all_back(
-    cluster: Any,
-    make_ray: MakeRay,
-    make_llm: Callable[..., LLM],
-    tiny: Callable[[str], TinyModel],
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Any, make_ray: MakeRay, make_llm: Callable[..., LLM], qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = make_llm(tiny(MODEL).path)
+    alone = make_llm(qwen)
     llm = make_ray(tensor_parallel_size=2)
     assert tokens(llm, GREEDY) == tokens(alone, GREEDY)
     assert tokens(llm, SEEDED) == tokens(alone, SEEDED)
@@ -97,7 +99,7 @@ def test_two_ranks_have_the_tokens_of_one_and_give_all_back(
     assert soon(lambda: not any(map(is_alive, actors)))
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@killed_or_hung
 def test_a_lost_rank_is_named(cluster: Any, make_ray: MakeRay, sign: signal.Signals) -> None:
     llm = make_ray(tensor_parallel_size=2, worker_timeout=LIMITS[sign])
     lost = llm.engine.executor._places[1][2]  # type: ignore[attr-defined]
@@ -112,20 +114,12 @@ def test_a_lost_rank_is_named(cluster: Any, make_ray: MakeRay, sign: signal.Sign
     assert soon(lambda: all_is_free(cluster))
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_an_idle_engine_notices(cluster: Any, tiny: Callable[[str], TinyModel], sign: signal.Signals) -> None:
-    options = {"device": "cpu", "tensor_parallel_size": 2, "num_kvcache_blocks": 64, "worker_timeout": LIMITS[sign]}
-    path = str(tiny(MODEL).path)
-    with contextlib.closing(AsyncLLMEngine(model=path, distributed_executor_backend="ray", **options)) as engine:
+@killed_or_hung
+def test_an_idle_engine_notices(cluster: Any, qwen: Path, sign: signal.Signals) -> None:
+    with contextlib.closing(open_two(qwen, LIMITS[sign], distributed_executor_backend="ray")) as engine:
         lost = engine.engine.executor._places[1][2]  # type: ignore[attr-defined]
-        assert engine.failure is None
-        os.kill(lost, sign)
-        assert soon(lambda: engine.failure is not None, NOTICED)
-        assert "EngineDeadError" in (engine.failure or "")
         cause = "its process is gone:" if sign == signal.SIGKILL else "no answer within 5 s"
-        with pytest.raises(EngineDeadError, match=f"rank 1: {cause}"):
-            asyncio.run(engine.abort("nothing"))
-        assert soon(lambda: not is_alive(lost))
+        expect_notice(engine, lost, lambda: os.kill(lost, sign), cause)
 
 
 def test_an_idle_rank_that_is_well_answers(cluster: Any, make_ray: MakeRay) -> None:
@@ -133,13 +127,13 @@ def test_an_idle_rank_that_is_well_answers(cluster: Any, make_ray: MakeRay) -> N
     for _ in range(3):
         executor.check()
         assert soon(lambda: executor._is_done(0) and executor._is_done(1))
-        assert executor._look() == []
+        assert executor._reports() == []
     executor._called -= executor._timeout + 1  # all have answered since, so this is no silence
     executor.check()
 
 
 def test_counting_experts_on_a_lost_rank_is_no_error_of_its_own(cluster: Any, make_ray: MakeRay) -> None:
-    """A request that is finished is reported, whatever happens to rank 0 just then; the next launch says what has."""
+    """A request that is finished is reported, whatever happens to rank 0 just then; the next launch raises."""
     llm = make_ray(tensor_parallel_size=2)
     executor = llm.engine.executor
     executor._facts = dataclasses.replace(executor._facts, has_offload=True)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ import pytest
 from nanovllm import LLM, ConfigError, SamplingParams
 from nanovllm.ranks.torchrun import Place
 from tests.ranks.processes import children
-from tests.tiny_models import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("spmd.py")
@@ -27,20 +26,26 @@ def found_in(text: str) -> list[dict]:
     return [json.JSONDecoder().raw_decode(part)[0] for part in text.split("FOUND ")[1:]]
 
 
-def run_script(model: Path, what: str, size: int = 2) -> list[dict]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # any free port
+ANY_PORT = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+
+
+def start_script(
+    model: Path, what: str, options: Sequence[str] = ANY_PORT, prefix: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """torchrun with spmd.py on two ranks; `prefix`: a command that runs torchrun."""
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), str(model), "2", what]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(model), str(size), what],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=150,
-        check=False,
-    )
-    found = sorted(found_in(done.stdout), key=lambda one: one["rank"])
-    assert len(found) == size, done.stdout + done.stderr
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def run_script(model: Path, what: str) -> list[dict]:
+    with start_script(model, what) as agent:
+        try:
+            output = agent.communicate(timeout=150)[0]
+        finally:
+            agent.kill()
+    found = sorted(found_in(output), key=lambda one: one["rank"])
+    assert len(found) == 2, output
     return found
 
 
@@ -56,30 +61,25 @@ def expected_tokens(model: Path) -> list[list[list[int]]]:
     return found
 
 
-def test_every_rank_has_the_tokens_of_one(tiny: Callable[[str], TinyModel]) -> None:
+def test_every_rank_has_the_tokens_of_one(qwen: Path) -> None:
     """Two engines, one after the other, in one script; unseeded sampling included."""
-    model = tiny("qwen3-bias-tied").path
-    found, expected = run_script(model, "same"), expected_tokens(model)
+    found, expected = run_script(qwen, "same"), expected_tokens(qwen)
     for one in found:
-        assert one["executor"] == "TorchrunExecutor", "found without being asked for: torchrun is in the environment"
+        assert one["executor"] == "TorchrunExecutor", "chosen because torchrun has set the environment"
         assert one["errors"] == []
         assert one["tokens"] == expected
         assert set(one["listening"]) == {LOOPBACK}, "all ranks are on one machine"
 
 
-def test_ranks_with_other_requests_are_refused(tiny: Callable[[str], TinyModel]) -> None:
-    """Without the check, they would answer nonsense or wait for each other."""
-    for one in run_script(tiny("qwen3-bias-tied").path, "differ"):
+def test_ranks_with_other_requests_are_refused(qwen: Path) -> None:
+    """Without the check, they would give wrong tokens or wait for each other."""
+    for one in run_script(qwen, "differ"):
         assert "ranks [1] were given other requests than rank 0" in one["died"]
 
 
-def test_a_rank_that_hangs_is_named_by_the_others(tiny: Callable[[str], TinyModel]) -> None:
-    """Rank 1 stops torchrun and itself, so that reports can be neither left nor read."""
-    model = tiny("qwen3-bias-tied").path
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), str(model), "2", "lost"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+def test_a_rank_that_hangs_is_named_by_the_others(qwen: Path) -> None:
+    """Rank 1 stops torchrun and itself, so that reports can be neither written nor read."""
+    agent = start_script(qwen, "lost")
     try:
         assert agent.stdout is not None
         seen = []
@@ -99,20 +99,20 @@ def test_a_rank_that_hangs_is_named_by_the_others(tiny: Callable[[str], TinyMode
         agent.communicate()
 
 
-def test_what_torchrun_says() -> None:
-    said = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    place = Place.of(said)
+def test_the_environment_of_torchrun() -> None:
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place = Place.of(environ)
     assert place == Place(3, 4, 1, 2, "127.0.0.1")
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=127.0.0.1 is a loopback address"):
         place.address()  # the ranks are on two machines
     assert Place(1, 2, 1, 2, "anything").address() == "127.0.0.1"
     assert Place.of({}) is None
-    assert Place.of({**said, "RANK": ""}) is None
+    assert Place.of({**environ, "RANK": ""}) is None
 
 
 def test_another_number_of_ranks_is_refused(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in said.items():
+    environ = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2: this process was started by torchrun with 4 ranks"):
         make_llm(distributed_executor_backend="torchrun", tensor_parallel_size=2)

@@ -85,7 +85,7 @@ def test_tokens_are_those_of_the_plain_runner(
     tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, requests: list[tuple[list[int], dict[str, Any]]]
 ) -> None:
     prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
-    params = [SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **asked}) for _, asked in requests]
+    params = [SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **given}) for _, given in requests]
     path = str(tiny("llama-gqa-tied").path)
     with LLM(path, **OPTIONS) as llm:
         plain = llm.generate(prompts, params, use_tqdm=False)
@@ -95,6 +95,6 @@ def test_tokens_are_those_of_the_plain_runner(
         runner = on_device(llm)
         device = llm.generate(prompts, params, use_tqdm=False)
     assert runner.overlap == 2
-    for asked, one, other in zip(requests, device, plain):
-        assert tokens(one) == tokens(other), asked
-        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3), asked
+    for request, one, other in zip(requests, device, plain):
+        assert tokens(one) == tokens(other), request
+        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3), request

@@ -1,5 +1,5 @@
-"""The decode step in pieces gives what the whole step gives. Here the pieces are called, on a GPU they are replayed
-(tests/gpu/check_relay.py)."""
+"""The decode step in segments gives what the whole step gives. Here the segments are called, on a GPU they are replayed
+(tests/gpu/check_offload.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = ["The state of our union", "My fellow Americans, this", "We", "Tonight
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-class InPieces:
+class InSegments:
     """Stands for the model: decode steps of few sequences go through a relay."""
 
     def __init__(self, model: Any) -> None:
@@ -47,13 +47,13 @@ class InPieces:
 
 @pytest.mark.parametrize("cache_gb", [0.0008, 0.002, 0.01, 1.0], ids=lambda gb: f"{gb} GiB")
 @pytest.mark.parametrize("options", [{}, {"expert_policy": "lru"}, {"expert_prefetch": False}], ids=str)
-def test_tokens_of_the_pieces_are_those_of_the_whole(
+def test_tokens_of_the_segments_are_those_of_the_whole(
     make_llm: Callable[..., LLM], cache_gb: float, options: dict[str, Any]
 ) -> None:
     expected = [output.outputs[0].token_ids for output in make_llm(FIXTURE).generate(PROMPTS, PARAMS, use_tqdm=False)]
     llm = make_llm(FIXTURE, expert_placement="offload", expert_cache_gb=cache_gb, **options)
     runner = llm.engine.executor.runner
-    runner.model = InPieces(runner.model)
+    runner.model = InSegments(runner.model)
     found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     assert found == expected
     assert runner.model.num_steps >= 11
@@ -69,6 +69,6 @@ def test_dense_layers_between_sparse_ones(
     expected = make_llm(model.path).generate(prompts, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
     llm = make_llm(model.path, expert_placement="offload", expert_cache_gb=0.001)
     runner = llm.engine.executor.runner
-    runner.model = InPieces(runner.model)
+    runner.model = InSegments(runner.model)
     assert llm.generate(prompts, PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
     assert runner.model.num_steps == 11

@@ -1,4 +1,4 @@
-"""oneOf: a union whose branches a property tells apart is written as anyOf; what is written is valid for the schema."""
+"""oneOf: a union whose branches differ in a property is written as anyOf; every text is then valid for the schema."""
 
 from __future__ import annotations
 

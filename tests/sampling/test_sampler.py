@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from nanovllm.sampling.rows import SamplingRow
 from nanovllm.sampling.sampler import PROMPT_CHUNK, prompt_logprobs, sample
@@ -24,53 +23,6 @@ def greedy(**kwargs):
 
 
 # --- distributions ---------------------------------------------------------------------------------------------------
-
-LOGITS = np.array([1.0, -0.5, 2.0, 0.3, -1.0, 1.5, 0.0])  # 7: not a power of two
-
-
-def softmax(x):
-    e = np.exp(x - np.max(x))
-    return e / e.sum()
-
-
-def only(ids, x=LOGITS):
-    return np.where(np.isin(np.arange(len(x)), ids), x, -INF)
-
-
-PENALISED = LOGITS.copy()
-PENALISED[0] = 1.0 / 1.5  # prompt only
-PENALISED[1] = -0.5 * 1.5 - 0.3 * 1 - 0.4
-PENALISED[2] = 2.0 / 1.5 - 0.3 * 2 - 0.4
-PENALTIES = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": 0.4}
-
-CASES = {
-    "plain": ({}, LOGITS),
-    "temperature low": ({"temperature": 0.5}, LOGITS / 0.5),
-    "temperature high": ({"temperature": 3.0}, LOGITS / 3.0),
-    "top_k": ({"top_k": 3}, only([2, 5, 0])),
-    "top_p": ({"top_p": 0.8}, only([2, 5, 0])),  # 0.43, 0.69, 0.85
-    "min_p": ({"min_p": 0.2}, only([2, 5, 0])),  # log(0.2) = -1.61 below the best; 0.3 is 1.7 below
-    "temperature before top_p": ({"temperature": 4.0, "top_p": 0.79}, only([2, 5, 0, 3, 6], LOGITS / 4)),  # 0.67, 0.796
-    "min_p top_k top_p": ({"min_p": 0.1, "top_k": 4, "top_p": 0.7}, only([2, 5])),  # 0.46, 0.73 of the top 4
-    "bias": ({"logit_bias": {4: 3.0}}, LOGITS + 3.0 * (np.arange(7) == 4)),
-    "penalties": (PENALTIES, PENALISED),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_distribution(name):
-    params, expected_logits = CASES[name]
-    expected = softmax(expected_logits)
-    counts = np.zeros(7)
-    for start in range(0, 12_000, 1000):
-        # Half of the randomness from seeds, half from positions; the prompt grows by a token no step looks at.
-        rows = [row(prompt=(0,) * (1 + i % 40), output=(2, 1, 2), seed=start + i // 40, **params) for i in range(1000)]
-        logits = torch.tensor(LOGITS, dtype=torch.float32).repeat(1000, 1)
-        counts += np.bincount(sample(logits, rows).token_ids, minlength=7)
-    assert counts[expected == 0].sum() == 0
-    alive = expected > 0
-    assert stats.chisquare(counts[alive], expected[alive] * counts.sum()).pvalue > 1e-4
-
 
 # --- greedy ----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +148,7 @@ def test_logprobs_are_those_of_the_unedited_logits(dtype):
         assert report.token_ids[1:] == [t for t in best if t != token]
         assert report.positions[1:] == [best.index(t) + 1 for t in report.token_ids[1:]]
     assert len(out.logprobs[0].token_ids) == 4  # the greedy token is one of the four
-    assert out.token_ids[3] == int(x[3].argmin())  # bias made the least likely token certain, and the report says so
+    assert out.token_ids[3] == int(x[3].argmin())  # bias made the least likely token certain
     assert out.logprobs[3].positions[0] > 290
     assert len(out.logprobs[3].token_ids) == 4
 
@@ -237,7 +189,7 @@ def test_prompt_logprobs_of_broken_positions():
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.5, "temperature": 0.7}, {"logprobs": 2}])
-def test_a_broken_row_hurts_nobody(params):
+def test_a_broken_row_changes_no_other(params):
     x = torch.randn(5, 50, generator=torch.Generator().manual_seed(2))
     rows = [row(seed=i, **params) for i in range(5)]
     sound = sample(x.clone(), rows)

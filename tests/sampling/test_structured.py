@@ -1,4 +1,4 @@
-"""Structured output: whatever a random model would like to say, it says only what the grammar allows."""
+"""Structured output: a model with random weights writes only what the grammar allows."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_caching_can_be_off_for_all_or_for_one_reader() -> None:
         compute(blocks, make_seq(list(range(8))))
     assert is_cached(off, list(range(8))) == 0
     assert is_cached(on, list(range(8))) == 2
-    # Who wants the logits of every prompt position reads nothing from the cache, but others read what it computed.
+    # A sequence that needs the logits of every prompt position reads nothing from the cache; others read its blocks.
     reader = make_seq(list(range(20, 29)), 1, reads=False)
     compute(on, reader)
     assert on.match(make_seq(list(range(9)), 2, reads=False)) == []

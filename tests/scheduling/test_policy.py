@@ -47,7 +47,7 @@ def test_order_of_admission(policy: str, order: list[int]) -> None:
     assert drain(queue) == order
 
 
-def test_victim_is_the_last_in_rank() -> None:
+def test_the_victim_is_the_last_in_order() -> None:
     running = [make_seq(0, priority=3), make_seq(1, priority=0), make_seq(2, priority=1)]
     assert max(running, key=make_policy("fcfs").order).seq_id == 2
     assert max(running, key=make_policy("sjf").order).seq_id == 2
@@ -106,26 +106,6 @@ def test_nothing_stays_behind_of_a_sequence_that_left() -> None:
 # ---- policies at work ------------------------------------------------------------------------------------------------
 
 
-def finish_order(policy: str, lengths: list[int], priorities: list[int] | None = None) -> list[int]:
-    """All arrive while one sequence runs alone (max_num_seqs=1); in which order do they end?"""
-    setup = Setup(num_blocks=100, max_num_seqs=1, max_num_batched_tokens=200, policy=policy)
-    requests = [Request(0, (1,) * 3, StopRule(5))]
-    for i, length in enumerate(lengths, 1):
-        priority = priorities[i - 1] if priorities else 0
-        requests.append(Request(i, (i,) * length, StopRule(2), arrives=1, priority=priority))
-    outcomes = Simulation(setup, requests).run()
-    return sorted(outcomes, key=lambda seq_id: outcomes[seq_id].finished_step)[1:]
-
-
-def test_sjf_serves_the_short_one_first() -> None:
-    assert finish_order("fcfs", [50, 5, 20]) == [1, 2, 3]
-    assert finish_order("sjf", [50, 5, 20]) == [2, 3, 1]
-
-
-def test_priority_serves_the_smallest_first() -> None:
-    assert finish_order("priority", [5, 5, 5, 5], [2, 0, 1, 0]) == [2, 4, 3, 1]
-
-
 def steady_stream(max_wait_steps: int | None, num_short: int = 60) -> tuple[int, int]:
     """One long prompt, and a short one in every step: (steps until the long one is admitted, short ones before it)."""
     setup = Setup(
@@ -150,7 +130,7 @@ def test_sjf_without_aging_starves_the_long_one() -> None:
 
 
 @pytest.mark.parametrize("max_wait_steps", [0, 1, 7, 30])
-def test_with_aging_nobody_is_passed_over_for_more_than_the_limit(max_wait_steps: int) -> None:
+def test_with_aging_no_sequence_is_passed_over_for_more_than_the_limit(max_wait_steps: int) -> None:
     step, passed = steady_stream(max_wait_steps)
     waited = step - 1  # it was added after step 1
     assert waited == max(1, max_wait_steps)

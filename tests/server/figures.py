@@ -3,10 +3,10 @@
     python -m tests.server.figures     # 16 clients; a table, and benchmarks/results/2026-11-15-cpu-serve.json
 
 One run, interleaved: a round offline (LLM.generate in this process), a round over HTTP (`nanovllm serve` in another),
-and so on, so that whatever else the machine does meets both. Both engines have the same options, both get the same
-prompts, new ones in each round so that nothing is found in the prefix cache. While one computes the other is idle; the
-clients share the machine with the server, as they do in the offline round with nobody. The share is the median over
-rounds of (tokens a second over HTTP) / (tokens a second offline).
+and so on, so that other load of the machine hits both. Both engines have the same options, both get the same prompts,
+new ones in each round so that nothing is found in the prefix cache. While one computes the other is idle; over HTTP the
+clients share the machine with the server. The share is the median over rounds of (tokens a second over HTTP) divided by
+(tokens a second offline).
 """
 
 from __future__ import annotations
@@ -23,42 +23,27 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench import report
-from tests.server.rig import command
+from tests.server.rig import command, raw_stream
 
 RESULT = Path("benchmarks/results/2026-11-15-cpu-serve.json")
 HEALTH_SECONDS = 0.2  # between two questions: 50 a second are a load of their own (a quarter of the throughput)
 
 
 class Client:
-    """Raw sockets: a full HTTP client would take its share of the cores that the server computes on."""
-
     def __init__(self, url: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self._address = (host, int(port))
+        self._url = url
 
     async def stream(self, prompt: list[int], num_tokens: int) -> int:
         """Read a stream to its end; tokens, as the server counts them."""
-        body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-        data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        reader, writer = await asyncio.open_connection(*self._address)
-        last = b""
-        try:
-            writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            status = await reader.readline()
-            assert b" 200 " in status, status
-            while (line := await reader.readline()) != b"data: [DONE]\n":
-                assert line, "the stream broke off"
-                if line.startswith(b"data: "):
-                    last = line
-        finally:
-            writer.close()
-        return int(json.loads(last[6:])["usage"]["completion_tokens"])
+        body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+        events = await raw_stream(self._url, {**body, "stream_options": {"include_usage": True}})
+        assert events is not None
+        return int(events[-1]["usage"]["completion_tokens"])
 
     async def first_byte(self) -> float:
-        """Seconds from the question to the first byte of /health, on a connection of its own."""
+        """Seconds from the request to the first byte of /health, on a connection of its own."""
         started = time.perf_counter()
-        reader, writer = await asyncio.open_connection(*self._address)
+        reader, writer = await asyncio.open_connection(*self._url.removeprefix("http://").split(":"))
         try:
             writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             begin = await reader.read(1)

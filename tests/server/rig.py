@@ -1,10 +1,14 @@
-"""A server on a free port of the loopback, in a thread of this process, so that a test can look into its engine."""
+"""A server on a free port of the loopback, in a thread of this process, so that a test can look into its engine; and
+clients of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,18 +16,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+from transformers import AddedToken, AutoTokenizer
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import address_of, listen, make_server
+from nanovllm.server.run import DrainingServer, address_of, listen, make_server
 from nanovllm.server.service import Service
+from tests.tiny_models import Variant, hf_model, save_tokenizer
 
+TAGS = ["<tool_call>", "</tool_call>"]
 ENGINE = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_kvcache_blocks": 128}
 
 
@@ -52,6 +60,19 @@ class Running:
         with self.http() as client:
             return client.post(path, json=body, **options)
 
+    def connect(self, timeout: float = 20) -> socket.socket:
+        return connect(self.url, timeout)
+
+    def raw(self, data: bytes) -> bytes:
+        """The answer to these bytes, until the server closes. A reset is an end too: it comes when the server did not
+        read what was sent."""
+        found = b""
+        with self.connect() as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(data)
+            while part := connection.recv(65536):
+                found += part
+        return found
+
     def is_empty(self) -> bool:
         engine = self.engine
         return (
@@ -66,18 +87,82 @@ class Running:
 def running(model: Any, engine_options: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
     engine = AsyncLLMEngine(EngineConfig.from_options(**{"model": str(model), **ENGINE, **(engine_options or {})}))
     service = Service(engine, ServerOptions(port=0, **options))
-    listener = listen(service.options)
-    server = make_server(service)
+    with contextlib.closing(service), in_thread(make_server(service), service.options) as url:
+        yield Running(service, url)
+
+
+@contextlib.contextmanager
+def in_thread(server: DrainingServer, options: ServerOptions) -> Iterator[str]:
+    listener = listen(options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         until(lambda: server.started)
-        yield Running(service, address_of(listener))
+        yield address_of(listener)
     finally:
         server.should_exit = True
         thread.join(30)
-        service.close()
         assert not thread.is_alive()
+
+
+def connect(url: str, timeout: float = 20) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=timeout)
+
+
+def raw_post(body: dict[str, Any], path: str = "/v1/completions", more: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def raw_stream(url: str, body: dict[str, Any], leave_after: int | None = None) -> list[Any] | None:
+    """The events of a stream to its end; None for a client that left. A full HTTP client would take its share of the
+    cores that the server computes on."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(raw_post({**body, "stream": True}))
+        events: list[Any] = []
+        if leave_after == 0:
+            await writer.drain()
+            return None
+        status = await reader.readline()
+        assert b" 200 " in status, status + await reader.read(1000)
+        while (line := (await reader.readline()).strip()) != b"data: [DONE]":
+            assert not reader.at_eof(), "the stream broke off"
+            if line.startswith(b"data: "):
+                events.append(json.loads(line[6:]))
+                assert "error" not in events[-1], events[-1]
+            if leave_after is not None and len(events) >= leave_after:
+                return None
+        return events
+    finally:
+        writer.close()
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Of a stream: what its events hold. Where they have a name, it is their type."""
+    found = []
+    for name, data in re.findall(r"^(?:event: (.*)\n)?data: (\{.*)$", text, re.MULTILINE):
+        found.append(json.loads(data))
+        assert not name or name == found[-1]["type"]
+    return found
+
+
+def make_talker(folder: Path, with_tags: bool) -> Path:
+    """A random model with room for a prompt with tools; the tags of Hermes as two tokens, or spelt in letters."""
+    hf_model(Variant("Llama", {"vocab_size": 304, "max_position_embeddings": 2048}), 0).save_pretrained(folder)
+    save_tokenizer(folder)
+    if with_tags:
+        add_tokens(folder, TAGS)
+    return folder
+
+
+def add_tokens(folder: Path, texts: list[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    tokenizer.save_pretrained(folder)
 
 
 def until(condition: Callable[[], Any], seconds: float = 20) -> None:
@@ -89,12 +174,13 @@ def until(condition: Callable[[], Any], seconds: float = 20) -> None:
 
 @contextlib.contextmanager
 def command(model: Any, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """`nanovllm serve` as a process of its own: (process, address). Its log goes to a file, since a pipe that nobody
-    reads would stop it."""
+    """`nanovllm serve` as a process of its own: (process, address). Its log goes to a file, since a pipe that is not
+    read would stop it."""
     words = [sys.executable, "-m", "nanovllm", "serve", "--model", str(model), "--device", "cpu", "--port", "0"]
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         with open(log.name, "wb") as written:
-            process = subprocess.Popen([*words, *options], stderr=written)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen([*words, *options], stderr=written, env=environment)
         try:
             text = ""
             while " at http://127.0.0.1:" not in text:

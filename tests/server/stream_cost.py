@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from nanovllm.runner.model_runner import InFlight
 from nanovllm.scheduling.plan import StepPlan, StepResult
 from nanovllm.server import connections
 from nanovllm.server import run as server_run
-from tests.server.rig import running
+from tests.server.rig import raw_stream, running
 from tests.tiny_models import build, save_tokenizer
 
 PARSERS = {"h11": "H11Connection", "httptools": "HttpToolsConnection"}
@@ -54,26 +53,11 @@ def serve(parser: str, step_seconds: float) -> None:
                 print(time.process_time(), flush=True)
 
 
-async def stream(address: tuple[str, int], num_tokens: int) -> int:
-    """Events with text."""
-    body = {"prompt": [5, 6, 7, 8], "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-    data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    found = await reader.read()
-    writer.close()
-    assert b" 200 " in found[:20], found[:200]
-    assert b"data: [DONE]" in found
-    return found.count(b"data: {")
-
-
 class Child:
     def __init__(self, parser: str, step_ms: float) -> None:
         words = [sys.executable, "-m", "tests.server.stream_cost", "--serve", parser, "--step-ms", str(step_ms)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        host, port = self._read().removeprefix("http://").split(":")
-        self._address = host, int(port)
+        self._url = self._read()
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -88,9 +72,10 @@ class Child:
     async def round(self, num_clients: int, num_tokens: int) -> tuple[float, float]:
         """(seconds a token, events a token)"""
         before = self._seconds()
-        events = await asyncio.gather(*(stream(self._address, num_tokens) for _ in range(num_clients)))
+        body = {"prompt": [5, 6, 7, 8], "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+        streams = await asyncio.gather(*(raw_stream(self._url, body) for _ in range(num_clients)))
         tokens = num_clients * num_tokens
-        return (self._seconds() - before) / tokens, sum(events) / tokens
+        return (self._seconds() - before) / tokens, sum(len(events or ()) for events in streams) / tokens
 
     def close(self) -> None:
         self._process.communicate(timeout=60)

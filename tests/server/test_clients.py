@@ -1,21 +1,22 @@
-"""Clients that send more than we read: openai's own objects sent back, and libraries built on it. The heavy libraries
-are not in the `test` extra; what they send is also here as plain bodies, so that it is tested without them."""
+"""Clients that send more than the server reads: openai's own objects sent back, and what libraries built on it
+(litellm, instructor, the agents SDK) send. These are not in the `test` extra: their tests run where they are installed,
+and what they send is also here as plain bodies."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from nanovllm.server.tools import FORMS
-from tests.server.rig import Running, running, until
+from tests.server.rig import Running, running
 from tests.server.test_refusals import check_error
-from tests.server.test_tools import ASK, WEATHER, make_model
+from tests.server.test_tools import ASK, WEATHER
 
 pytest.importorskip("llguidance")
 
@@ -27,12 +28,9 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = make_model(tmp_path_factory.mktemp("models") / "talker", with_tags=True)
-    with running(model, {"num_kvcache_blocks": 600}, served_model_name="talker") as made:
-        yield made
-        until(made.is_empty)
+@pytest.fixture
+def server(talking: Running) -> Running:
+    return talking
 
 
 def short_json(server: Running) -> dict[str, int]:
@@ -45,16 +43,10 @@ def short_json(server: Running) -> dict[str, int]:
 # ---- bodies ----------------------------------------------------------------------------------------------------------
 
 ABOUT: dict[str, Any] = {
-    "store": True,
-    "metadata": {"a": "b"},
-    "user": "me",
-    "verbosity": "low",
-    "reasoning_effort": "high",
-    "prompt_cache_key": "k",
-    "safety_identifier": "s",
-    "service_tier": "flex",
+    "store": True, "metadata": {"a": "b"}, "user": "me", "verbosity": "low", "reasoning_effort": "high",
+    "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex",
     "prediction": {"type": "content", "content": "x"},
-}
+}  # fmt: skip
 CALLED = {
     "id": "abcdefgh1",
     "index": 0,
@@ -87,12 +79,12 @@ def test_what_changes_no_text_is_ignored_with_one_line(
     server: Running, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     body = {"messages": HISTORY, "max_tokens": 4, "temperature": 0, "stream": stream}
-    told = [{"role": m["role"], "content": m["content"] or ""} for m in HISTORY]
-    told[0]["content"] = "Be short."
+    plain_history = [{"role": m["role"], "content": m["content"] or ""} for m in HISTORY]
+    plain_history[0]["content"] = "Be short."
     plain = {"tool_calls": [{"id": "abcdefgh1", "function": {"name": "weather", "arguments": "{}"}}]}
-    told[2].update(plain)  # type: ignore[arg-type]
-    told[3]["tool_call_id"] = "abcdefgh1"
-    told[3]["name"] = "weather"
+    plain_history[2].update(plain)  # type: ignore[arg-type]
+    plain_history[3]["tool_call_id"] = "abcdefgh1"
+    plain_history[3]["name"] = "weather"
     with caplog.at_level(logging.INFO, "nanovllm"):
         found = server.post("/v1/chat/completions", {**body, **ABOUT}, headers={"X-Request-Id": "me-1"})
     lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
@@ -101,7 +93,7 @@ def test_what_changes_no_text_is_ignored_with_one_line(
     assert "me-1" in lines[0]
     for name in ("store", "verbosity", "annotations", "cache_control", "index", "parsed_arguments", "id"):
         assert f"'{name}'" in lines[0]
-    counts = [server.post("/tokenize", {"messages": messages}).json()["count"] for messages in (HISTORY, told)]
+    counts = [server.post("/tokenize", {"messages": messages}).json()["count"] for messages in (HISTORY, plain_history)]
     assert counts[0] == counts[1]
 
 
@@ -141,6 +133,48 @@ def test_the_message_of_openais_stream_helper_can_be_sent_back(server: Running) 
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------
+
+
+LOOKS_LIKE_A_CALL = {
+    "properties": {
+        "name": {"const": "weather"},
+        "arguments": {"const": {"town": "Oslo", "days": 1}},
+        "parameters": {"const": {"town": "Oslo", "days": 1}},
+    },
+    "required": ["name", "arguments", "parameters"],
+    "additionalProperties": False,
+}
+
+
+def check_tool_beside_format(server: Running, schema: dict[str, Any], opener: str) -> None:
+    """As agents with an output_type send it. Whether the model calls or answers depends on the opener alone."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "object", **schema}}}
+    body = {"messages": ASK, "response_format": form, "tools": [WEATHER], "max_tokens": 300}
+    for calls, bias in ((False, -100), (True, 100)):
+        sent = {**body, "logit_bias": {**short_json(server), opener: bias}, "parallel_tool_calls": False}
+        choice = server.post("/v1/chat/completions", sent).json()["choices"][0]
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        if calls:
+            assert choice["message"]["content"] is None
+            arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+            assert json.loads(arguments)["town"] in ("Oslo", "Rome")
+        else:
+            assert json.loads(choice["message"]["content"]).keys() == schema["properties"].keys()
+            assert "tool_calls" not in choice["message"]
+
+
+def test_a_format_beside_tools(server: Running) -> None:
+    check_tool_beside_format(server, SCHEMA, str(server.engine.tokenizer.get_added_vocab()["<tool_call>"]))
+
+
+@pytest.mark.parametrize("form", ["mistral", "llama"])
+def test_a_format_beside_tools_in_forms_without_tags(talker: Callable[[bool], Path], form: str) -> None:
+    with running(talker(False), {"num_kvcache_blocks": 600}, tool_call_parser=form) as server:
+        opener = str(server.engine.tokenizer.encode(FORMS[form].opener, add_special_tokens=False)[0])
+        check_tool_beside_format(server, LOOKS_LIKE_A_CALL, opener)
+
+
+# ---- the libraries themselves ----------------------------------------------------------------------------------------
 
 
 def test_litellms_tool_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,51 +266,3 @@ def test_the_agents_sdk(server: Running) -> None:
     kinds = [item.type for item in found.new_items]
     assert kinds[:2] == ["tool_call_item", "tool_call_output_item"]
     assert found.new_items[-1].type == "message_output_item"
-
-
-def test_bodies_of_the_agents_sdk_and_instructor(server: Running) -> None:
-    """A tool beside a schema of the answer, as agents with an output_type send it."""
-    form = {"type": "json_schema", "json_schema": {"name": "final_output", "strict": True, "schema": SCHEMA}}
-    body = {"messages": ASK, "response_format": form, "tools": [WEATHER], "max_tokens": 200}
-    opener = str(server.engine.tokenizer.get_added_vocab()["<tool_call>"])
-    for calls, bias in ((False, -100), (True, 100)):
-        sent = {**body, "logit_bias": {**short_json(server), opener: bias}, "parallel_tool_calls": False}
-        choice = server.post("/v1/chat/completions", sent).json()["choices"][0]
-        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-        text = choice["message"]["tool_calls"][0]["function"]["arguments"] if calls else choice["message"]["content"]
-        assert json.loads(text)["town"] in ("Oslo", "Rome")
-
-
-@pytest.mark.parametrize("form", ["mistral", "llama"])
-def test_a_format_beside_tools_in_forms_without_tags(tmp_path: Path, form: str) -> None:
-    """The answer may look like a call of that form: only the opener makes it one."""
-    looks = {
-        "properties": {
-            "name": {"const": "weather"},
-            "arguments": {"const": {"town": "Oslo", "days": 1}},
-            "parameters": {"const": {"town": "Oslo", "days": 1}},
-        },
-        "required": ["name", "arguments", "parameters"],
-        "additionalProperties": False,
-    }
-    schema = {"name": "x", "schema": {"type": "object", **looks}}
-    body = {
-        "messages": ASK,
-        "tools": [WEATHER],
-        "max_tokens": 300,
-        "parallel_tool_calls": False,
-        "response_format": {"type": "json_schema", "json_schema": schema},
-    }
-    with running(make_model(tmp_path, False), {"num_kvcache_blocks": 600}, tool_call_parser=form) as server:
-        opener = str(server.engine.tokenizer.encode(FORMS[form].opener, add_special_tokens=False)[0])
-        for calls, bias in ((False, -100), (True, 100)):
-            sent = {**body, "logit_bias": {**short_json(server), opener: bias}}
-            choice = server.post("/v1/chat/completions", sent).json()["choices"][0]
-            assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-            if calls:
-                arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
-                assert json.loads(arguments)["town"] in ("Oslo", "Rome")
-                assert choice["message"]["content"] is None
-            else:
-                assert json.loads(choice["message"]["content"])["name"] == "weather"
-                assert "tool_calls" not in choice["message"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli.bench_serve import LOAD
+from nanovllm.cli.bench_options import LOAD
 from nanovllm.cli.serve import API_KEY, SERVER
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
@@ -35,13 +35,15 @@ def test_loopback_is_the_default() -> None:
     assert not ServerOptions().is_open
     assert ServerOptions(host="0.0.0.0").is_open
     assert not ServerOptions(host="0.0.0.0", api_key="k").is_open
+    assert (ServerOptions().events, ServerOptions().trace, ServerOptions().max_watchers) == (False, None, 8)
 
 
 @pytest.mark.parametrize(
     "option", [{"port": -1}, {"port": 65536}, {"port": True}, {"max_n": 0}, {"request_timeout": 0.0}, {"host": ""},
                {"request_timeout": float("nan")}, {"max_body_mb": float("inf")}, {"api_key": " "}, {"api_key": "\n"},
                {"max_waiting": -1}, {"max_header_kb": 0}, {"max_headers": 0}, {"max_connections": 0},
-               {"idle_timeout": 0.0}, {"max_connections": True}, {"max_prompts": 0}],
+               {"idle_timeout": 0.0}, {"max_connections": True}, {"max_prompts": 0}, {"events": 1}, {"trace": " "},
+               {"max_watchers": 0}, {"reasoning_parser": "other"}, {"tool_call_parser": "other"}],
 )  # fmt: skip
 def test_bad_options(option: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):

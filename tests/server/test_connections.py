@@ -1,4 +1,4 @@
-"""What a client can do with a connection before, beside and instead of a request: real sockets, nothing simulated."""
+"""What a client can do with a connection before, beside and instead of a request, over real sockets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import h11
@@ -25,8 +23,8 @@ from nanovllm.server import connections
 from nanovllm.server import run as server_run
 from nanovllm.server.connections import connection_limit
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
-from tests.server.rig import Running, command, running, until
+from nanovllm.server.run import DrainingServer, listen
+from tests.server.rig import Running, command, connect, in_thread, raw_post, running, until
 from tests.tiny_models import TinyModel
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -55,14 +53,6 @@ def server(llama: TinyModel, parser: str) -> Iterator[Running]:
         yield found
 
 
-@contextlib.contextmanager
-def connected(server: Running | str) -> Iterator[socket.socket]:
-    url = server if isinstance(server, str) else server.url
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=LATE) as connection:
-        yield connection
-
-
 def rest(connection: socket.socket) -> bytes:
     """All until the server closes. A reset is an end too: it comes when the server did not read what was sent."""
     found = b""
@@ -81,13 +71,6 @@ def is_well(connection: socket.socket) -> bool:
     return answer.startswith(b"HTTP/1.1 200")
 
 
-def exchange(server: Running, data: bytes) -> bytes:
-    with connected(server) as connection:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.sendall(data)
-        return rest(connection)
-
-
 def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
@@ -99,8 +82,9 @@ def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize("line", [b"a" * 1_000_000, b"\r\n".join(b"h%d: x" % number for number in range(10_000))])
 def test_headers_that_are_too_large(server: Running, line: bytes) -> None:
     """In one write: h11 looks at its limit only while headers are incomplete, and one read may bring 256 KB."""
-    for size in (None, 200_000, 20_000):
-        status, error = error_of(exchange(server, HEAD + b"A: " + line[:size] + b"\r\n\r\n"))
+    heads = [HEAD + b"A: " + line[:size] + b"\r\n\r\n" for size in (None, 200_000, 20_000)]
+    for head in (*heads, b"\r\nGET /" + b"a" * 20_000, b"a" * 20_000):  # also a request line, which has no end yet
+        status, error = error_of(server.raw(head))
         assert (status, error["code"]) == (431, "headers_too_large")
         assert "16 KB" in error["message"]
         assert "--max-header-kb" in error["message"]
@@ -112,20 +96,15 @@ def test_the_size_is_exact(server: Running, before: bytes) -> None:
     room = 16 * 1024 - len(HEAD + b"Connection: close\r\nA: \r\n\r\n")
     for extra, status in ((0, b"200"), (1, b"431")):
         head = HEAD + b"Connection: close\r\nA: " + b"a" * (room + extra) + b"\r\n\r\n"
-        found = exchange(server, (HEAD + before if before else b"") + head).split(b"HTTP/1.1 ")[1:]
+        found = server.raw((HEAD + before if before else b"") + head).split(b"HTTP/1.1 ")[1:]
         statuses = [answer[:3] for answer in found]
         assert statuses in ([b"200", status], [b"200"] * (2 - extra)) if before else statuses == [status]
-
-
-def test_the_request_line_counts(server: Running) -> None:
-    for line in (b"\r\nGET /" + b"a" * 20_000, b"a" * 20_000):
-        assert error_of(exchange(server, line))[1]["code"] == "headers_too_large"  # it has no end yet
 
 
 def test_headers_that_are_too_many(server: Running) -> None:
     for count, status in ((100, 200), (101, 431)):  # with Host and Connection
         lines = b"".join(b"h%d: x\r\n" % number for number in range(count - 2))
-        answer = exchange(server, HEAD + b"Connection: close\r\n" + lines + b"\r\n")
+        answer = server.raw(HEAD + b"Connection: close\r\n" + lines + b"\r\n")
         assert int(answer.split()[1]) == status
     code, error = error_of(answer)
     assert (code, error["code"]) == (431, "too_many_headers")
@@ -148,7 +127,7 @@ def test_no_read_of_headers_is_long(server: Running, parser: str, monkeypatch: p
     monkeypatch.setattr(h11.Connection, "next_event", seen)
     many = HEAD + b"a:b\r\n" * 50_000 + b"\r\n"
     for data in (many, HEAD + b"\r\n" + many):
-        answer = exchange(server, data)
+        answer = server.raw(data)
         assert answer.split()[1] in (b"200", b"431")
     assert 0 < max(lengths) <= 16 * 1024
 
@@ -156,14 +135,9 @@ def test_no_read_of_headers_is_long(server: Running, parser: str, monkeypatch: p
 # ---- slow, silent and half of a client -----------------------------------------------------------------------------
 
 
-def test_a_client_that_says_nothing(server: Running) -> None:
-    with connected(server) as connection:
-        assert rest(connection) == b""
-
-
 def test_headers_that_never_end(server: Running) -> None:
     """A byte now and then does not start the time anew."""
-    with connected(server) as connection:
+    with server.connect(LATE) as connection:
         connection.sendall(HEAD)
         connection.settimeout(SOON / 8)
         started, found = time.monotonic(), b""
@@ -182,16 +156,17 @@ def test_headers_that_never_end(server: Running) -> None:
 
 
 def test_an_idle_connection_is_kept_and_then_closed(server: Running) -> None:
-    with connected(server) as connection:
+    with server.connect(LATE) as connection:
         for _ in range(2):
             assert is_well(connection)
             time.sleep(SOON / 4)
         assert rest(connection) == b""
+    assert server.raw(b"") == b""  # a client that sends nothing
 
 
 def test_a_body_that_goes_on_after_the_answer(server: Running) -> None:
     """The answer (415) is complete, the request is not: bytes of its body must not keep the connection."""
-    with connected(server) as connection:
+    with server.connect(LATE) as connection:
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 415")
         started = time.monotonic()
@@ -204,7 +179,7 @@ def test_a_body_that_goes_on_after_the_answer(server: Running) -> None:
 
 @pytest.mark.parametrize("sent", [b"", HEAD, b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"])
 def test_half_closed(server: Running, sent: bytes) -> None:
-    with connected(server) as connection:
+    with server.connect(LATE) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         rest(connection)
@@ -212,19 +187,15 @@ def test_half_closed(server: Running, sent: bytes) -> None:
 
 def test_a_request_in_the_making_is_not_idle(llama: TinyModel) -> None:
     """A paused engine lets it wait for longer than the idle time."""
-    with running(llama.path, idle_timeout=SOON, events=True) as server, connected(server) as connection:
+    with running(llama.path, idle_timeout=SOON, events=True) as server, server.connect(LATE) as connection:
         assert server.post("/engine/control", {"action": "pause"}).status_code == 200
-        body = b'{"prompt": "the", "max_tokens": 1}'
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(body) + body
-        )
+        connection.sendall(raw_post({"prompt": "the", "max_tokens": 1}))
         time.sleep(3 * SOON)
         assert server.post("/engine/control", {"action": "resume"}).status_code == 200
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_a_client_that_does_not_read(tmp_path: Path) -> None:
+def test_a_client_that_does_not_read() -> None:
     """An answer larger than what the kernel holds. While something of it is taken the connection stays."""
     size = 64 * 2**20
     done = []
@@ -238,8 +209,7 @@ def test_a_client_that_does_not_read(tmp_path: Path) -> None:
         finally:
             done.append(scope["path"])
 
-    options = ServerOptions(port=0, idle_timeout=SOON)
-    with serving(app, options) as (server, url), connected(url) as silent, connected(url) as slow:
+    with serving(app) as (server, url), connect(url, LATE) as silent, connect(url, LATE) as slow:
         silent.sendall(b"GET /silent HTTP/1.1\r\nHost: localhost\r\n\r\n")
         slow.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         received, last = 0, 0.0
@@ -253,8 +223,11 @@ def test_a_client_that_does_not_read(tmp_path: Path) -> None:
         assert sorted(done) == ["/silent", "/slow"]
 
 
-def test_peers_that_vanish_are_found_by_the_kernel() -> None:
+def test_options_of_the_socket() -> None:
+    """Peers that vanish are found by the kernel. With the protocol named, asyncio sets TCP_NODELAY: else Nagle's
+    algorithm and delayed acknowledgements together cost 40 ms for each answer of two writes."""
     with contextlib.closing(listen(ServerOptions(port=0))) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert 0 < listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
 
@@ -262,6 +235,10 @@ def test_peers_that_vanish_are_found_by_the_kernel() -> None:
 # ---- two readings of one request -----------------------------------------------------------------------------------
 
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKS = b"Transfer-Encoding: chunked\r\n"  # refused in HTTP/1.0
+CHUNKED = POST + CHUNKS + b"\r\n"
+BODY = b'{"prompt": "the"}'
 
 
 @pytest.mark.parametrize(
@@ -279,24 +256,18 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
         b"Transfer-Encoding: xchunked\r\n",
         b"Transfer-Encoding: gzip, chunked\r\n",
         b"Transfer-Encoding:\r\n",
+        CHUNKS,
     ],
 )
 def test_two_lengths_of_a_body_are_refused(server: Running, headers: bytes) -> None:
-    """Whatever follows is not read as a request: a proxy in front may take it for a body."""
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    answer = exchange(server, head + headers + b"\r\n0\r\n\r\n" + SMUGGLED)
+    """What follows is not read as a request: a proxy in front may take it for a body."""
+    head = POST.replace(b"1.1", b"1.0") if headers == CHUNKS else POST
+    answer = server.raw(head + headers + b"\r\n0\r\n\r\n" + SMUGGLED)
     status, error = error_of(answer)
     assert status in (400, 501)
     assert answer.count(b"HTTP/1.1") == 1
     assert error["type"] == "invalid_request_error"
     assert error["code"] in ("invalid_http", "ambiguous_length")
-
-
-def test_chunks_need_http_1_1(server: Running) -> None:
-    head = b"POST /tokenize HTTP/1.0\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    answer = exchange(server, head + b"0\r\n\r\n" + SMUGGLED)
-    assert error_of(answer)[0] == 400
-    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize("data", [
@@ -310,19 +281,15 @@ def test_chunks_need_http_1_1(server: Running) -> None:
     b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"OPTIONS / RTSP/1.0\r\nHost: a\r\n\r\n",
     b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.1 \r\nHost: a\r\n\r\n",
     b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /\x01 HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n", b"hello\r\n\r\n", b"GET\r\n\r\n",  # no HTTP
 ])  # fmt: skip
 def test_what_others_may_read_in_another_way_is_refused(server: Running, data: bytes) -> None:
-    answer = exchange(server, data + SMUGGLED)
+    answer = server.raw(data + SMUGGLED)
     status, error = error_of(answer)
     assert (status, error["code"]) == (400, "invalid_http")
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
-POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
-
-
-BODY = b'{"prompt": "the"}'
 CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
 
 
@@ -342,7 +309,7 @@ CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
     ],
 )
 def test_chunks_that_are_wrong_or_have_too_much_around_them(server: Running, chunks: bytes) -> None:
-    answer = exchange(server, CHUNKED + chunks + SMUGGLED)
+    answer = server.raw(CHUNKED + chunks + SMUGGLED)
     assert answer.count(b"HTTP/1.1 ") <= 1
     assert answer == b"" or error_of(answer)[0] == 400
 
@@ -357,7 +324,7 @@ def test_trailers_are_no_headers() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    with serving(app, ServerOptions(port=0, idle_timeout=SOON)) as (_, url), connected(url) as connection:
+    with serving(app) as (_, url), connect(url, LATE) as connection:
         connection.sendall(CHUNKED + b"1\r\n{\r\n0\r\nAuthorization: Bearer x\r\n\r\n")
         assert rest(connection).startswith(b"HTTP/1.1 200")
     assert len(seen) == 1
@@ -372,7 +339,7 @@ def test_requests_in_one_packet_or_in_many(server: Running, size: int) -> None:
     post = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     chunks = CHUNKED + CHUNK + b"0\r\n\r\n"
     data = HEAD + b"\r\n" + post + b"\r\n" + post + HEAD + b"\r\n" + chunks
-    with connected(server) as connection:
+    with server.connect(LATE) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for start in range(0, len(data), size):
             connection.sendall(data[start : start + size])
@@ -394,10 +361,10 @@ def test_one_request_of_a_connection_runs_at_a_time() -> None:
         running -= 1
 
     small = b"GET / HTTP/1.1\r\nHost:a\r\n\r\n"
-    with serving(app, ServerOptions(port=0, idle_timeout=SOON)) as (_, url):
+    with serving(app) as (_, url):
         for data in (small * 20, small * 10_000, CHUNKED + b"0\r\n\r\n" + small * 500):
             served = 0
-            with connected(url) as connection:
+            with connect(url, LATE) as connection:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.sendall(data)
                 found = rest(connection).count(b"HTTP/1.1 200")
@@ -408,10 +375,10 @@ def test_one_request_of_a_connection_runs_at_a_time() -> None:
 
 def test_a_request_in_the_packet_that_ends_a_body_in_chunks(server: Running) -> None:
     """Its place in the packet is not known, so it is not read, and the client sees that the connection ends."""
-    answer = exchange(server, CHUNKED + CHUNK + b"0\r\n\r\n" + HEAD + b"\r\n")
+    answer = server.raw(CHUNKED + CHUNK + b"0\r\n\r\n" + HEAD + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.count(b"HTTP/1.1 ") == 1
-    with connected(server) as connection:  # answered (415) before its end
+    with server.connect(LATE) as connection:  # answered (415) before its end
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 415")
         connection.sendall(b"0\r\n\r\n" + b"a" * 20_000)
@@ -422,7 +389,7 @@ def test_a_request_in_the_packet_that_ends_a_body_in_chunks(server: Running) -> 
 def test_a_body_beside_the_proposal_of_another_protocol(server: Running, gap: float) -> None:
     """Java's client proposes HTTP/2 with its first request, and curl --http2 with each."""
     head = POST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
-    with connected(server) as connection:
+    with server.connect(LATE) as connection:
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(BODY))
         time.sleep(gap)
         connection.sendall(BODY)
@@ -433,15 +400,14 @@ def test_a_body_beside_the_proposal_of_another_protocol(server: Running, gap: fl
 @pytest.mark.parametrize("target", [b"localhost:1", b"/"])
 def test_no_tunnels(server: Running, target: bytes) -> None:
     head = b"CONNECT %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (target, len(SMUGGLED))
-    answer = exchange(server, head + SMUGGLED)
+    answer = server.raw(head + SMUGGLED)
     assert answer.count(b"HTTP/1.1 ") == 1
     assert answer.split()[1][:1] == b"4"
 
 
 def test_a_body_that_goes_wrong_while_it_is_read(server: Running) -> None:
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with connected(server) as connection:
-        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+    with server.connect(LATE) as connection:
+        connection.sendall(CHUNKED + b"1\r\n{\r\n")
         time.sleep(SOON / 4)  # the application waits for more
         connection.sendall(b"no chunk\r\n")
         answer = rest(connection)
@@ -451,45 +417,26 @@ def test_a_body_that_goes_wrong_while_it_is_read(server: Running) -> None:
         assert http.get("/health").status_code == 200
 
 
-def test_chunks_alone_are_fine(server: Running) -> None:
-    with server.http() as http:
-        parts = (part for part in (b'{"prompt"', b': "the"}'))
-        assert http.post("/tokenize", content=parts, headers={"content-type": "application/json"}).status_code == 200
-
-
-def test_what_is_no_http(server: Running) -> None:
-    for data in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"hello\r\n\r\n", b"GET\r\n\r\n"):
-        status, error = error_of(exchange(server, data + b"\r\n\r\n"))
-        assert (status, error["code"]) == (400, "invalid_http")
-
-
 # ---- as many connections as there are files ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def serving(app: Any, options: ServerOptions, loop: Any = "auto") -> Iterator[tuple[DrainingServer, str]]:
+def serving(app: Any, loop: Any = "auto", **options: Any) -> Iterator[tuple[DrainingServer, str]]:
     """An application without an engine."""
-    listener = listen(options)
-    server = DrainingServer(uvicorn_config(app, options))
+    settings = ServerOptions(port=0, idle_timeout=SOON, **options)
+    server = DrainingServer(app, settings)
     server.config.loop = loop
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield server, address_of(listener)
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
+    with in_thread(server, settings) as url:
+        yield server, url
 
 
 def test_more_connections_than_the_limit_get_503(llama: TinyModel) -> None:
     with running(llama.path, max_connections=8, idle_timeout=120) as server, contextlib.ExitStack() as stack:
-        held = [stack.enter_context(connected(server)) for _ in range(8)]
+        held = [stack.enter_context(server.connect(LATE)) for _ in range(8)]
         for connection in held:
             assert is_well(connection)
         for _ in range(40):  # more than are refused at the same time
-            connection = stack.enter_context(connected(server))
+            connection = stack.enter_context(server.connect(LATE))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(HEAD + b"\r\n")
             status, error = error_of(rest(connection))
@@ -509,7 +456,7 @@ def test_more_connections_than_the_limit_get_503(llama: TinyModel) -> None:
 
 def test_silent_connections_beyond_the_limit_hold_nothing(llama: TinyModel) -> None:
     with running(llama.path, max_connections=4) as server, contextlib.ExitStack() as stack:
-        many = [stack.enter_context(connected(server)) for _ in range(60)]
+        many = [stack.enter_context(server.connect(LATE)) for _ in range(60)]
         for connection in many[4:]:
             rest(connection)
 
@@ -530,9 +477,9 @@ def test_a_flood_leaves_files_for_the_rest(llama: TinyModel) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with contextlib.ExitStack() as stack:
         stack.push(started.__exit__)
-        existing = stack.enter_context(connected(url))
+        existing = stack.enter_context(connect(url, LATE))
         assert is_well(existing)
-        crowd = [stack.enter_context(connected(url)) for _ in range(300)]
+        crowd = [stack.enter_context(connect(url, LATE)) for _ in range(300)]
         most = 0
         for connection in crowd:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -547,7 +494,7 @@ def test_a_flood_leaves_files_for_the_rest(llama: TinyModel) -> None:
             connection.close()
 
         def answers() -> bool:
-            with connected(url) as connection:
+            with connect(url, LATE) as connection:
                 connection.sendall(HEAD + b"Connection: close\r\n\r\n")
                 return rest(connection).startswith(b"HTTP/1.1 200")
 
@@ -590,9 +537,8 @@ def test_with_every_event_loop(loop: str, parser: str, caplog: pytest.LogCapture
         await send({"type": "http.response.body", "body": b'{"status":"ok"}'})
 
     caplog.set_level("INFO", logger="nanovllm")
-    options = ServerOptions(port=0, idle_timeout=SOON, max_connections=2)
-    with serving(app, options, loop) as (_, url), contextlib.ExitStack() as stack:
-        first, second, third = (stack.enter_context(connected(url)) for _ in range(3))
+    with serving(app, loop, max_connections=2) as (_, url), contextlib.ExitStack() as stack:
+        first, second, third = (stack.enter_context(connect(url, LATE)) for _ in range(3))
         for connection in (first, second):
             assert is_well(connection)
         third.sendall(HEAD + b"\r\n")
@@ -607,3 +553,25 @@ def test_with_every_event_loop(loop: str, parser: str, caplog: pytest.LogCapture
 def test_the_module_needs_no_engine() -> None:
     code = "import sys, nanovllm.server.connections; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_http_1_0_has_no_chunks(server: Running) -> None:
+    request = raw_post({"prompt": "the", "max_tokens": 3, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    head, _, events = server.raw(request).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+    whole = server.raw(b"GET /health HTTP/1.0\r\n\r\n")
+    assert whole.endswith(b'{"status":"ok"}')
+    assert b"content-length: 15" in whole.lower()
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 99000000", b"Transfer-Encoding: chunked"])
+def test_a_413_ends_the_connection_soon(llama: TinyModel, length: bytes) -> None:
+    """The client gets the answer although it has not read while it sent."""
+    with running(llama.path, max_body_mb=0.1, idle_timeout=60) as server, server.connect(LATE) as connection:
+        connection.sendall(POST + length + b"\r\n\r\n")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(8):
+                connection.sendall(b"8000\r\n%b\r\n" % (b" " * 2**15))
+        assert error_of(rest(connection))[1]["code"] == "body_too_large"

@@ -22,16 +22,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from nanovllm.errors import ConfigError
 from nanovllm.server import engine_api
 from nanovllm.server.files import MEDIA_TYPES, PAGE
-from nanovllm.server.options import ServerOptions
 from nanovllm.server.trace_app import make_trace_app
 from nanovllm.telemetry.readers import EventQueue
 from nanovllm.telemetry.trace import Replay, check_event, read_trace
 from tests.cli.runner import SMALL, Run
-from tests.server.rig import Running, running, until
-from tests.server.test_behaviour import start_process
+from tests.server.rig import Running, command, running, until
 from tests.tiny_models import TinyModel
 
 PROMPT = "the rain in the rain of the rain in the rain of the"  # longer than a block
@@ -134,24 +131,12 @@ def test_the_page_and_its_files(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "/static/",
-        "/static/nothing.js",
-        "/static/..%2fapp.py",
-        "/static/../app.py",
-        "/static/%2e%2e/app.py",
-        "/static//etc/passwd",
-        "/static/..%5capp.py",
-        "/page/index.html",
-        "/static/INDEX.HTML",
-    ],
-)
+    "path", ["/static/", "/static/nothing.js", "/static/..%2fapp.py", "/static/../app.py", "/static/%2e%2e/app.py",
+             "/static//etc/passwd", "/static/..%5capp.py", "/page/index.html", "/static/INDEX.HTML"],
+)  # fmt: skip
 def test_only_the_files_of_the_page(server: Running, path: str) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:  # httpx would tidy the path up
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    # httpx would tidy the path up
+    answer = server.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     assert answer.startswith(b"HTTP/1.1 404")
     assert b'"error"' in answer
 
@@ -188,34 +173,17 @@ def test_without_events_only_the_facts_are_told(server: Running) -> None:
         ]
         assert client.get("/engine/trace").status_code == 404
     assert info == {
-        "events": False,
-        "replay": False,
-        "version": info["version"],
-        "model": server.model,
-        "policy": "fcfs",
-        "num_blocks": 128,
-        "block_size": 16,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": server.engine.max_model_len,
-        "prefix_caching": True,
-        "paused": False,
-        "device": server.engine.executor.device.name,
-        "sampling_defaults": {},
-    }
+        "events": False, "replay": False, "version": info["version"], "model": server.model, "policy": "fcfs",
+        "num_blocks": 128, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+        "max_model_len": server.engine.max_model_len, "prefix_caching": True, "paused": False,
+        "device": server.engine.executor.device.name, "sampling_defaults": {},
+    }  # fmt: skip
     for answer in answers:
         assert answer.status_code == 404
         assert "--events" in answer.json()["error"]["message"]
     server.post("/v1/completions", SHORT)
-    assert server.engine.watch._feed._thread is None  # nobody is told, so nothing runs
+    assert server.engine.watch._feed._thread is None  # there is no reader, so nothing runs
     assert server.engine.scheduler.blocks.journal is None
-
-
-def test_options() -> None:
-    assert (ServerOptions().events, ServerOptions().trace, ServerOptions().max_watchers) == (False, None, 8)
-    for option in ({"events": 1}, {"max_watchers": 0}, {"trace": " "}):
-        with pytest.raises(ConfigError, match=next(iter(option))):
-            ServerOptions(**option)
 
 
 # ---- the feed --------------------------------------------------------------------------------------------------------
@@ -255,7 +223,6 @@ def test_a_client_that_leaves_is_told_at_once(watched: Running) -> None:
 
 
 def test_a_silent_feed_is_kept_alive(watched: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_api.KEEP_ALIVE_SECONDS == 15
     monkeypatch.setattr(engine_api, "KEEP_ALIVE_SECONDS", 0.05)
     with Feed(watched) as feed:
         until(lambda: feed.comments >= 3)
@@ -287,7 +254,7 @@ def test_a_slow_reader_loses_events_and_gets_a_snapshot(watched: Running, monkey
     monkeypatch.setattr(engine_api, "EventQueue", Small)
     host, port = watched.url.removeprefix("http://").split(":")
     with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects
         connection.connect((host, int(port)))
         connection.sendall(b"GET /engine/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         until(lambda: boxes)
@@ -298,7 +265,7 @@ def test_a_slow_reader_loses_events_and_gets_a_snapshot(watched: Running, monkey
                 queue.put(("pad", 0.0, None, (big,)))
             time.sleep(0.03)
             seen_lost = seen_lost + 1 if boxes[0].lost else 0
-        assert watched.post("/v1/completions", SHORT).status_code == 200  # as if nobody watched
+        assert watched.post("/v1/completions", SHORT).status_code == 200  # as if there were no reader
         events: list[tuple[int, bytes]] = []
         rest = b""
         connection.settimeout(10)
@@ -361,17 +328,10 @@ def test_a_step_of_nothing(watched: Running) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "field"),
-    [
-        ("control", {"action": "stop"}, "action"),
-        ("control", {"action": 3}, "action"),
-        ("control", {}, "action"),
-        ("control", {"action": "pause", "for": 3}, "for"),
-        ("control", {"action": "step"}, "action"),
-        ("policy", {"policy": "priority"}, "policy"),
-        ("policy", {"policy": None}, "policy"),
-        ("policy", [], None),
-    ],
-)
+    [("control", {"action": "stop"}, "action"), ("control", {"action": 3}, "action"), ("control", {}, "action"),
+     ("control", {"action": "pause", "for": 3}, "for"), ("control", {"action": "step"}, "action"),
+     ("policy", {"policy": "priority"}, "policy"), ("policy", {"policy": None}, "policy"), ("policy", [], None)],
+)  # fmt: skip
 def test_bad_controls_are_named(watched: Running, path: str, body: Any, field: str | None) -> None:
     answer = watched.post(f"/engine/{path}", body)
     assert answer.status_code == 400
@@ -441,29 +401,17 @@ def test_a_failed_step_is_told_and_then_everything(watched: Running, monkeypatch
 
 def test_sigterm_while_paused_finishes_what_waits(llama: TinyModel, tmp_path: Path) -> None:
     trace = tmp_path / "run.jsonl"
-    process, url = start_process(llama.path, "--events", "--trace", str(trace))
-    try:
+    with command(llama.path, "--num-kvcache-blocks", "64", "--events", "--trace", str(trace)) as (process, url):
         with ThreadPoolExecutor(2) as pool, httpx.Client(base_url=url, timeout=30) as client:
             watcher = pool.submit(lambda: client.get("/engine/events").text)  # ends when the server sends it away
             until(lambda: client.post("/engine/control", json={"action": "pause"}).json()["paused"])
             answer = pool.submit(lambda: httpx.post(f"{url}/v1/completions", json=SHORT, timeout=30))
-            until(
-                lambda: (
-                    "vllm:num_requests_waiting{" in (text := client.get("/metrics").text)
-                    and 'num_requests_waiting{engine="0",model_name="llama"} 0.0' not in text
-                    and any(
-                        line.startswith("vllm:num_requests_waiting{") and line.endswith(" 1.0")
-                        for line in text.splitlines()
-                    )
-                )
-            )
+            waits = re.compile(r"^vllm:num_requests_waiting\{.*\} 1\.0$", re.MULTILINE)
+            until(lambda: waits.search(client.get("/metrics").text))
             process.send_signal(signal.SIGTERM)
             assert answer.result(20).json()["usage"]["completion_tokens"] == 8
             assert watcher.result(20).startswith("id: ")
         assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait()
     events = read_trace(trace).events  # closed, and sound to the last line
     kinds = [event["type"] for event in events]
     assert [kind for kind in kinds if kind not in ("step", "done")] == ["snapshot", "pause", "add", "pause"]

@@ -48,8 +48,9 @@ def sampled_by(server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body
         seen.append(params)
         add(request_id, prompt, params, **more)
 
-    monkeypatch.setattr(server.engine, "add_request", note)
-    answer = server.post(path, body)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "add_request", note)
+        answer = server.post(path, body)
     assert answer.status_code == 200, answer.text
     [params] = seen
     return params
@@ -63,27 +64,16 @@ def test_fields_left_out_or_null_are_the_models(
     assert sampled_by(tuned, monkeypatch, path, {**body, **dict.fromkeys(VALUES)}) == SamplingParams(**VALUES)
 
 
+GIVEN = [{"temperature": 0}, {"temperature": 1.0}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0},
+         {"repetition_penalty": 1.0}, {"max_tokens": 23}, {"max_tokens": 24}]  # fmt: skip
+
+
 @BOTH
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"temperature": 0},
-        {"temperature": 1.0},
-        {"top_k": 0},
-        {"top_k": -1},
-        {"top_p": 1.0},
-        {"min_p": 0.0},
-        {"repetition_penalty": 1.0},
-        {"max_tokens": 23},
-        {"max_tokens": 24},
-    ],
-    ids=str,
-)
 def test_given_fields_win_one_by_one(
-    tuned: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], given: dict[str, Any]
+    tuned: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    expected = SamplingParams(**{**VALUES, **given})
-    assert sampled_by(tuned, monkeypatch, path, {**body, **given}) == expected
+    for given in GIVEN:
+        assert sampled_by(tuned, monkeypatch, path, {**body, **given}) == SamplingParams(**{**VALUES, **given})
 
 
 @BOTH
@@ -98,12 +88,6 @@ def test_max_new_tokens_is_a_limit_too(tuned: Running, path: str, body: dict[str
     else:
         assert '"finish_reason":"length"' in text
         assert '"completion_tokens":24' in text
-
-
-def test_max_completion_tokens_too(tuned: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, expected in ((7, 7), (99, 24)):
-        params = sampled_by(tuned, monkeypatch, CHAT[0], {**CHAT[1], "max_completion_tokens": given})
-        assert params.max_tokens == expected
 
 
 @BOTH
@@ -121,7 +105,10 @@ def test_scores_of_a_prompt_are_not_drawn(tuned: Running) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_structured_output_takes_them_too(tuned: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_fields_of_a_chat_take_them_too(tuned: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in ((7, 7), (99, 24)):
+        params = sampled_by(tuned, monkeypatch, CHAT[0], {**CHAT[1], "max_completion_tokens": given})
+        assert params.max_tokens == expected
     params = sampled_by(tuned, monkeypatch, CHAT[0], {**CHAT[1], "response_format": {"type": "json_object"}})
     assert params.structured_outputs is not None
     assert params.clone(structured_outputs=None) == SamplingParams(**VALUES)
@@ -154,7 +141,7 @@ def test_the_server_says_it_at_its_start(
     model = with_file(llama, tmp_path / "model", temperature=0.6, top_k="many")
     config = EngineConfig.from_options(model=str(model), **ENGINE, generation_config=option)
     said: list[str] = []
-    monkeypatch.setattr("nanovllm.server.run.Server.run", lambda server, sockets: sockets[0].close())
+    monkeypatch.setattr("nanovllm.server.run.DrainingServer.run", lambda server, sockets: sockets[0].close())
     with caplog.at_level("INFO", "nanovllm"):
         serve(config, ServerOptions(port=0), said.append)
     file = model / "generation_config.json"
@@ -172,7 +159,7 @@ def test_replicas_say_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     defaults, said = SamplingDefaults({"top_k": 5}, "FILE"), []
     opened = contextlib.nullcontext(replicas.Replicas(None, 2, "", defaults))
     monkeypatch.setattr(replicas, "open_replicas", lambda *_: opened)
-    monkeypatch.setattr("nanovllm.server.run.Server.run", lambda server, sockets: None)
+    monkeypatch.setattr("nanovllm.server.run.DrainingServer.run", lambda server, sockets: None)
     replicas.serve_replicas(EngineConfig(), ServerOptions(port=0), 2, said.append)
     assert "sampling defaults: top_k=5, from FILE" in said
 

@@ -24,25 +24,11 @@ from nanovllm.server import guard
 from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.service import Service
-from tests.server.rig import Running, running, until
+from tests.server.rig import Running, raw_post, running, until
 from tests.tiny_models import TinyModel
 
 BODY = {"prompt": "the rain", "max_tokens": 12, "ignore_eos": True, "temperature": 0, "n": 2}
 ORDERS = [(done, cancelled) for done in range(1, 8) for cancelled in range(1, 8)]  # iterations of the event loop
-
-
-class HandExecutor:
-    """Its work is done when the test says so."""
-
-    def __init__(self) -> None:
-        self.future: Future[Any] = Future()
-
-    def submit(self, *_: Any) -> Future[Any]:
-        return self.future
-
-    def finish(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_result(1)
 
 
 async def in_this_order(task: asyncio.Task[Any], finish: Callable[[], Any], done: int, cancelled: int) -> bool:
@@ -58,25 +44,27 @@ async def in_this_order(task: asyncio.Task[Any], finish: Callable[[], Any], done
     return task.cancelled() or not taken
 
 
-def test_encoding_loses_no_cancellation() -> None:
+def encoding() -> tuple[Any, Callable[[], Any]]:
+    future: Future[Any] = Future()
+    service: Any = SimpleNamespace(options=ServerOptions(), _encoders=SimpleNamespace(submit=lambda *_: future))
+    finish = lambda: future.set_running_or_notify_cancel() and future.set_result(1)  # noqa: E731
+    return Service.encode(service, lambda: None), finish
+
+
+def reading() -> tuple[Any, Callable[[], Any]]:
+    body: asyncio.Queue[Any] = asyncio.Queue()
+    message = {"type": "http.request", "body": b"x", "more_body": False}
+    request = Request({"type": "http", "headers": []}, body.get)
+    return guard.read_bytes(request, 100), lambda: body.put_nowait(message)
+
+
+@pytest.mark.parametrize("work", [encoding, reading])
+def test_no_cancellation_is_lost(work: Callable[[], tuple[Any, Callable[[], Any]]]) -> None:
     """asyncio.wait_for did, on Python 3.10 and 3.11, where the result came in the same iteration of the loop."""
 
     async def once(done: int, cancelled: int) -> bool:
-        executor = HandExecutor()
-        service = SimpleNamespace(options=ServerOptions(), _encoders=executor)
-        task = asyncio.ensure_future(Service.encode(service, lambda: None))  # type: ignore[arg-type]
-        return await in_this_order(task, executor.finish, done, cancelled)
-
-    assert [order for order in ORDERS if not asyncio.run(once(*order))] == []
-
-
-def test_reading_a_body_loses_no_cancellation() -> None:
-    async def once(done: int, cancelled: int) -> bool:
-        body: asyncio.Queue[Any] = asyncio.Queue()
-        request = Request({"type": "http", "headers": []}, body.get)
-        task = asyncio.ensure_future(guard.read_bytes(request, 100))
-        message = {"type": "http.request", "body": b"x", "more_body": False}
-        return await in_this_order(task, lambda: body.put_nowait(message), done, cancelled)
+        waits, finish = work()
+        return await in_this_order(asyncio.ensure_future(waits), finish, done, cancelled)
 
     assert [order for order in ORDERS if not asyncio.run(once(*order))] == []
 
@@ -156,8 +144,8 @@ def test_a_cancellation_that_is_swallowed_is_repeated(
     monkeypatch.setattr(Service, "encode", swallowing)
     with running(llama.path, events=True, request_timeout=600 if "client" in reason else 0.2) as server:
         server.post("/engine/control", {"action": "pause"})
-        with connect(server) as connection:
-            connection.sendall(raw_request(BODY))
+        with server.connect() as connection:
+            connection.sendall(raw_post(BODY))
             until(lambda: waits)
             if reason == "the time is up":
                 assert connection.recv(100).startswith(b"HTTP/1.1 408")
@@ -249,17 +237,6 @@ def test_leaving_wherever_the_request_waits(llama: TinyModel, fields: dict[str, 
 # ---- sockets -------------------------------------------------------------------------------------------------------
 
 
-def connect(server: Running) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
-
-
-def raw_request(body: dict[str, Any]) -> bytes:
-    data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-
-
 def close(connection: socket.socket, hard: bool) -> None:
     if hard:  # a reset instead of an orderly end
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -270,9 +247,9 @@ def close(connection: socket.socket, hard: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_crowd_that_leaves_at_once(server: Running, stream: bool, hard: bool) -> None:
     """150 requests of 16 sequences each, closed as soon as they are sent."""
-    request = raw_request({**BODY, "n": 16, "stream": stream})
+    request = raw_post({**BODY, "n": 16, "stream": stream})
     for _ in range(150):
-        connection = connect(server)
+        connection = server.connect()
         connection.sendall(request)
         close(connection, hard)
     with server.http() as http:  # its connection was opened last, so it is served last
@@ -282,9 +259,9 @@ def test_a_crowd_that_leaves_at_once(server: Running, stream: bool, hard: bool) 
 
 @pytest.mark.parametrize("hard", [False, True])
 def test_leaving_after_every_part_of_the_request(server: Running, hard: bool) -> None:
-    request = raw_request({**BODY, "n": 4, "stream": True})
+    request = raw_post({**BODY, "n": 4, "stream": True})
     for size in range(0, len(request) + 1, 3):
-        connection = connect(server)
+        connection = server.connect()
         connection.sendall(request[:size])
         close(connection, hard)
     until(server.is_empty)
@@ -297,8 +274,8 @@ def test_leaving_after_every_step_of_the_engine(server: Running, stream: bool, m
     body = {**BODY, "prompt": ["the rain " * 9, "men"] if many else "the rain " * 9, "stream": stream}
     count = 4 if many else 2
     for steps in range(20):
-        with connect(server) as connection:
-            connection.sendall(raw_request(body))
+        with server.connect() as connection:
+            connection.sendall(raw_post(body))
             until(lambda: num_seqs(server) == count)
             for _ in range(steps):
                 server.post("/engine/control", {"action": "step"})

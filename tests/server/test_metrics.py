@@ -38,26 +38,15 @@ def read(server: Running) -> dict[str, float]:
     return found
 
 
-NAMES = [
-    "vllm:time_to_first_token_seconds_count",
-    "vllm:inter_token_latency_seconds_count",
-    "vllm:e2e_request_latency_seconds_count",
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:num_preemptions_total",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-    "vllm:request_success_total length",
-    "vllm:request_success_total stop",
-    "vllm:request_success_total abort",
-    "vllm:request_queue_time_seconds_count",
-    "vllm:request_prompt_tokens_count",
-    "vllm:request_generation_tokens_count",
-    "vllm:request_time_per_output_token_seconds_count",
-]
+NAMES = [f"vllm:{name}" for name in (
+    "time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
+    "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total",
+    "request_success_total length", "request_success_total stop", "request_success_total abort",
+    "request_queue_time_seconds_count", "request_prompt_tokens_count", "request_generation_tokens_count",
+    "request_time_per_output_token_seconds_count", "request_inference_time_seconds_count",
+    "request_prefill_time_seconds_count", "request_decode_time_seconds_count",
+)]  # fmt: skip
 
 
 def test_all_names_are_there_from_the_start(fresh: Running) -> None:
@@ -83,6 +72,12 @@ def test_numbers_add_up(fresh: Running) -> None:
     assert found["vllm:prefix_cache_queries_total"] == 160
     assert found["vllm:prefix_cache_hits_total"] == 32 * 3
     assert found["vllm:kv_cache_usage_perc"] == 0
+    for stream in (False, True):
+        body = {"input": "the rain", "max_output_tokens": 6, "ignore_eos": True, "stream": stream}
+        assert fresh.post("/v1/responses", body).status_code == 200
+    later = read(fresh)
+    assert later["vllm:request_success_total length"] == 4
+    assert later["vllm:generation_tokens_total"] == 32 + 12
 
 
 def test_what_runs_and_who_left(fresh: Running) -> None:

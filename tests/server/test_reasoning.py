@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from transformers import AddedToken, AutoTokenizer
+from openai.types.responses import Response as OpenAIResponse
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import ConfigError
 from nanovllm.sampling.structured import make_matcher
-from nanovllm.server.options import ServerOptions
 from nanovllm.server.reasoning import Start, ThoughtReader, after_thoughts, where
-from tests.server.rig import Running, running, until
+from tests.server.rig import TAGS, Running, add_tokens, events_of, make_talker, running, until
 from tests.server.test_clients import short_json
-from tests.server.test_tools import ASK, TAGS, WEATHER, make_model
+from tests.server.test_tools import ASK, WEATHER
 
 pytest.importorskip("llguidance")
 
@@ -70,17 +68,10 @@ def test_where_a_completion_begins() -> None:
     assert where("qwen3", "the men", "<think>the men") is INSIDE
 
 
-def test_only_known_parsers() -> None:
-    with pytest.raises(ConfigError, match="qwen3"):
-        ServerOptions(reasoning_parser="other")
-
-
 @pytest.fixture(scope="module", params=["qwen3", "deepseek_r1"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = make_model(tmp_path_factory.mktemp("models") / "thinker", with_tags=True)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in THINK])
-    tokenizer.save_pretrained(model)
+    model = make_talker(tmp_path_factory.mktemp("models") / "thinker", with_tags=True)
+    add_tokens(model, THINK)
     with running(model, {"num_kvcache_blocks": 600}, reasoning_parser=request.param) as made:
         yield made
         until(made.is_empty)
@@ -200,17 +191,30 @@ def test_thoughts_can_be_sent_back(server: Running) -> None:
 
 
 def test_thoughts_in_other_dialects(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of their own, whole and streamed."""
     monkeypatch.setattr("nanovllm.server.answers.free_thoughts", lambda engine, params, start: params)
     known = server.engine.tokenizer.get_added_vocab()
-    text = f'<[{known[THINK[0]]}]> "\\nhm\\n" <[{known[THINK[1]]}]> "\\n\\nOslo"'
+    text = f'<[{known[THINK[0]]}]> "\\nhm hm\\n" <[{known[THINK[1]]}]> "\\n\\nOslo"'
     bound = {"structured_outputs": {"grammar": f"start: {text}"}}
-    answer = server.post("/v1/messages", {"messages": ASK, "max_tokens": 60, **bound}).json()
-    assert [(block["type"], block.get("thinking", block.get("text"))) for block in answer["content"]] == [
-        ("thinking", "hm"),
-        ("text", "Oslo"),
-    ]
-    answer = server.post("/v1/responses", {"input": "rain?", "max_output_tokens": 60, **bound}).json()
-    assert [(item["type"], item["content"][0]["text"]) for item in answer["output"]] == [
-        ("reasoning", "hm"),
-        ("message", "Oslo"),
-    ]
+
+    body = {"messages": ASK, "max_tokens": 60, **bound}
+    thought, answer = server.post("/v1/messages", body).json()["content"]
+    assert (thought["type"], thought["thinking"], answer["type"], answer["text"]) == (
+        "thinking",
+        "hm hm",
+        "text",
+        "Oslo",
+    )
+    events = events_of(server.post("/v1/messages", {**body, "stream": True}).text)
+    assert "".join(event.get("delta", {}).get("thinking", "") for event in events) == "hm hm"
+
+    body = {"input": "rain?", "max_output_tokens": 60, **bound}
+    record = server.post("/v1/responses", body).json()
+    assert [item.type for item in OpenAIResponse.model_validate(record).output] == ["reasoning", "message"]
+    thought, answer = record["output"]
+    assert (thought["summary"], thought["content"]) == ([], [{"type": "reasoning_text", "text": "hm hm"}])
+    assert answer["content"][0]["text"] == "Oslo"
+    events = events_of(server.post("/v1/responses", {**body, "stream": True}).text)
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert (len(deltas) > 1, "".join(deltas)) == (True, "hm hm")
+    assert [event["text"] for event in events if event["type"] == "response.reasoning_text.done"] == ["hm hm"]

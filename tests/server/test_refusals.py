@@ -1,19 +1,21 @@
-"""Every field is honoured or refused by name, with OpenAI's error shape; nothing of ours leaks (lessons 29 and 30)."""
+"""Every field is honoured or refused by name, with OpenAI's error shape; no text of an exception leaks."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from nanovllm.server.body import Body
 from nanovllm.server.guard import Gate
-from nanovllm.server.protocol import ChatBody, CompletionBody
+from nanovllm.server.messages import CountBody, MessagesBody
+from nanovllm.server.protocol import ChatBody, CompletionBody, TokenizeBody
+from nanovllm.server.responses import ResponseBody
 from tests.server.rig import Running, running
 from tests.tiny_models import TinyModel
 
@@ -41,6 +43,8 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "("}, "guided_regex"), ({"guided_choice": []}, "guided_choice"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": {"type": 5}}, "guided_json"), ({"guided_grammar": "start: ("}, "guided_grammar"),
+    ({"guided_grammar": "root ::= ("}, "guided_grammar"), ({"guided_grammar": 'root ::= "a" nope'}, "guided_grammar"),
+    ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs"),
     ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
     ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
@@ -55,37 +59,25 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/schema.json"}}}, "structured_outputs"),
 ]  # fmt: skip
 CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
-    ({"messages": "a"}, "messages"),
-    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": []}, "messages"), ({"messages": "a"}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "nobody", "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a b c " * 100}]}, "messages"),
-    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"), ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"audio": {}}, "audio"),
-    ({"modalities": ["audio"]}, "modalities"),
-    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"continue_final_message": True}, "continue_final_message"), ({"tools": [{"type": "function"}]}, "tools"),
+    ({"audio": {}}, "audio"), ({"modalities": ["audio"]}, "modalities"), ({"functions": [{"name": "f"}]}, "functions"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-    ({"continue_final_message": True}, "continue_final_message"),
-    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"truncate_prompt_tokens": 161}, "truncate_prompt_tokens"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ({"return_token_ids": 1}, "return_token_ids"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": 1}, "logprobs"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"max_completion_tokens": -1}, "max_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 161}, "truncate_prompt_tokens"), ({"return_token_ids": 1}, "return_token_ids"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"), ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": -1}, "max_tokens"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"echo": True}, "echo"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-    ({"echo": True}, "echo"),
-]
+]  # fmt: skip
 
 
 def check_error(response: Any, status: int = 400) -> dict[str, Any]:
@@ -112,29 +104,55 @@ def test_completion_faults(server: Running, fault: dict[str, Any], param: str | 
             error = check_error(answer)
             assert error["param"] == param
             assert (param or "hex escape") in error["message"]
+            assert "structured_outputs" in fault or "structured_outputs" not in error["message"]
 
 
 @pytest.mark.parametrize(("fault", "param"), CHAT_FAULTS, ids=lambda x: str(x)[:60])
-def test_chat_faults(server: Running, fault: dict[str, Any], param: str | None) -> None:
+def test_chat_faults(server: Running, fault: dict[str, Any], param: str) -> None:
     error = check_error(server.post("/v1/chat/completions", {"messages": HI, "max_tokens": 4, **fault}))
-    if param is not None:
-        assert error["param"] == param
-        assert param in error["message"]
+    assert error["param"] == param
+    assert param in error["message"]
 
 
-@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
-def test_what_asks_for_nothing_passes(server: Running, body: type[Any]) -> None:
-    base = {"prompt": "the"} if body is CompletionBody else {"messages": HI}
-    path = "/v1/completions" if body is CompletionBody else "/v1/chat/completions"
-    for name, values in body.HARMLESS.items():
-        for value in (None, *values):
-            assert server.post(path, {**base, "max_tokens": 1, name: value}).status_code == 200, (name, value)
-    nulls = dict.fromkeys(body.model_fields)
-    assert server.post(path, {**nulls, **base, "max_tokens": 1}).status_code == 200
+BASES: list[tuple[str, type[Body], dict[str, Any]]] = [
+    ("/v1/completions", CompletionBody, {"prompt": "the", "max_tokens": 1}),
+    ("/v1/chat/completions", ChatBody, {"messages": HI, "max_tokens": 1}),
+    ("/v1/responses", ResponseBody, {"input": "a", "max_output_tokens": 1}),
+    ("/v1/messages", MessagesBody, {"messages": HI, "max_tokens": 1}),
+]
+HINTS: dict[type[Body], dict[str, Any]] = {
+    ResponseBody: {
+        "reasoning": {"effort": "low"}, "prompt_cache_key": "x", "safety_identifier": "x", "service_tier": "auto",
+        "include": ["reasoning.encrypted_content"], "stream": True, "stream_options": {"include_obfuscation": True},
+    },
+    MessagesBody: {
+        "thinking": {"type": "enabled", "budget_tokens": 1024}, "service_tier": "auto", "top_k": 5, "top_p": 0.5,
+        "metadata": {}, "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"},
+        "stop_sequences": [], "tools": [], "context_management": {"edits": []},
+    },
+    ChatBody: {"response_format": {"type": "text"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "base"), BASES, ids=[path for path, _, _ in BASES])
+def test_what_asks_for_nothing_passes(server: Running, path: str, body: type[Body], base: dict[str, Any]) -> None:
+    single = [{name: value} for name, values in body.HARMLESS.items() for value in (None, *values)]
+    for fields in (*single, dict.fromkeys(body.model_fields), HINTS.get(body, {})):
+        assert server.post(path, {**fields, **base}).status_code == 200, fields
+
+
+def test_every_field_of_the_clients_has_a_meaning_here() -> None:
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
+
+    anthropic = pytest.importorskip("anthropic.types")
+    create = anthropic.message_create_params.MessageCreateParamsBase
+    count = anthropic.message_count_tokens_params.MessageCountTokensParams
+    for body, params in ((ResponseBody, Responses), (MessagesBody, create), (CountBody, count)):
+        assert set(params.__annotations__) <= body.model_fields.keys() | body.HARMLESS.keys()
 
 
 def test_every_field_is_either_a_field_or_refused() -> None:
-    """Lesson 30: no field may sit in the model and reach nothing."""
+    """No field may stand in the model without an effect."""
     folder = Path(__file__).parents[2] / "nanovllm/server"
     used = {
         node.attr if isinstance(node, ast.Attribute) else node.value
@@ -147,12 +165,12 @@ def test_every_field_is_either_a_field_or_refused() -> None:
         assert not set(body.model_fields) & set(body.HARMLESS)
 
 
-def test_the_model_must_be_ours(server: Running, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as found:
-        client.completions.create(model="gpt-4", prompt="a")
-    assert found.value.body["code"] == "model_not_found"  # type: ignore[index]
-    assert found.value.body["param"] == "model"  # type: ignore[index]
-    check_error(server.post("/tokenize", {"model": "x", "prompt": "a"}), 404)
+def test_the_model_must_be_ours(server: Running) -> None:
+    count = ("/v1/messages/count_tokens", CountBody, {"messages": HI})
+    for path, _, base in (*BASES, count, ("/tokenize", TokenizeBody, {"prompt": "a"})):
+        answer = server.post(path, {**base, "model": "gpt-4"})
+        assert answer.status_code == 404
+        assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize(
@@ -165,14 +183,14 @@ def test_bodies_that_are_no_object(server: Running, content: bytes) -> None:
             check_error(http.post(path, content=content, headers={"content-type": "application/json"}))
 
 
-def test_what_a_template_says_is_told_and_what_breaks_in_it_is_not(
+def test_the_error_of_a_template_is_shown_and_that_of_its_failure_is_not(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for template, told in (("{{ raise_exception('roles must alternate') }}", True), ("{{ 1 + 'secret' }}", False)):
+    for template, shown in (("{{ raise_exception('roles must alternate') }}", True), ("{{ 1 + 'secret' }}", False)):
         monkeypatch.setattr(server.engine.tokenizer, "chat_template", template)
         error = check_error(server.post("/v1/chat/completions", {"messages": HI}))
         assert error["param"] == "messages"
-        assert ("alternate" in error["message"]) is told
+        assert ("alternate" in error["message"]) is shown
         assert "unsupported operand" not in error["message"]
 
 
@@ -192,7 +210,7 @@ def test_only_json_that_says_so(server: Running) -> None:
 
 
 def test_large_bodies(server: Running) -> None:
-    """Lesson 29: whether or not the length is announced."""
+    """Whether or not the length is announced."""
     limit = server.service.options.max_body_bytes
     with server.http() as http:
         headers = {"content-type": "application/json"}
@@ -203,45 +221,30 @@ def test_large_bodies(server: Running) -> None:
         assert http.post("/v1/completions", content=just.rjust(limit), headers=headers).status_code == 200
 
 
-def test_large_headers(server: Running) -> None:
-    """A client that sends them without end is cut off at max_header_kb."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ")
-        try:
-            for _ in range(64):
-                connection.sendall(b"a" * 1024)
-            answer = connection.recv(1000)
-        except (BrokenPipeError, ConnectionResetError):
-            answer = b""
-    assert answer == b"" or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
-    with server.http() as http:
-        assert http.get("/health").status_code == 200
-        assert http.get("/health", headers={"A": "a" * 8000}).status_code == 200
-
-
 def test_api_key(llama: TinyModel) -> None:
     with running(llama.path, api_key="right-key") as server, server.http() as http:
         assert http.get("/health").status_code == 200
+        wrong = ["Bearer wrong", "Bearer right-ke", "Bearer right-key2", "Basic right-key", "Bearer \xff"]
+        tries = [{}, *({"Authorization": key.encode("latin-1")} for key in wrong), {"X-Api-Key": "wrong"}]
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nothing"):
-            for key in (None, "Bearer wrong", "Bearer right-ke", "Bearer right-key2", "Basic right-key", "Bearer \xff"):
-                headers = {} if key is None else {"Authorization": key.encode("latin-1")}
+            for headers in tries:
                 error = check_error(http.get(path, headers=headers), 401)  # type: ignore[arg-type]
                 assert error["code"] == "invalid_api_key"
-        with server.client(api_key="right-key") as client:
-            assert client.models.list().data
+        for path, _, base in BASES:
+            answer = http.post(path, json=base, headers={"X-Api-Key": "wrong"})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+            assert (answer.json().get("type") == "error") is (path == "/v1/messages")
+            for headers in ({"X-Api-Key": "right-key"}, {"Authorization": "Bearer right-key"}):
+                assert http.post(path, json=base, headers=headers).status_code == 200
         with server.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
 
 
 def test_the_key_is_compared_in_constant_time() -> None:
-    """Lesson 29."""
     assert "compare_digest" in inspect.getsource(Gate._has_key)
 
 
 def test_an_unexpected_exception_says_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lesson 29: the text of exceptions was echoed to clients."""
-
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a secret path /home/x")
 
@@ -257,3 +260,27 @@ def test_an_unexpected_exception_says_nothing(server: Running, monkeypatch: pyte
 def test_too_many_of_what_may_be_one_or_several_are_counted(server: Running) -> None:
     answer = server.post("/v1/completions", {"prompt": "a", "stop": ["a"] * 17})
     assert "at most 16" in answer.json()["error"]["message"]
+
+
+def test_special_tokens_are_refused_at_the_place_that_the_client_knows(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at that of the chat into which its body is made."""
+    kept = server.post("/v1/responses", {"input": "a", "max_output_tokens": 1}).json()["id"]
+    monkeypatch.setattr(server.engine.inputs.control_tokens, "_mode", "refuse")
+    fine, bad = {"role": "user", "content": "a"}, {"role": "user", "content": "x<|end|>"}
+    parts = [{"type": "tool_result", "tool_use_id": "1", "content": "a"}, {"type": "text", "text": "x<|end|>"}]
+    for path, body, place in (
+        ("/v1/messages", {"system": "x<|end|>", "messages": [fine]}, "system"),
+        ("/v1/messages", {"system": "a", "messages": [fine, bad]}, "messages[1]"),
+        ("/v1/messages", {"messages": [fine, {"role": "user", "content": parts}]}, "messages[1]"),
+        ("/v1/messages/count_tokens", {"system": "x<|end|>", "messages": [fine]}, "system"),
+        ("/v1/messages/count_tokens", {"system": "a", "messages": [fine, bad]}, "messages[1]"),
+        ("/v1/responses", {"instructions": "x<|end|>", "input": "a"}, "instructions"),
+        ("/v1/responses", {"instructions": "a", "input": "x<|end|>"}, "input"),
+        ("/v1/responses", {"previous_response_id": kept, "input": [fine, bad]}, "input[1]"),
+    ):
+        limits = {"/v1/messages": {"max_tokens": 4}, "/v1/responses": {"max_output_tokens": 4}}
+        error = server.post(path, {**body, **limits.get(path, {})}).json()["error"]
+        assert error["message"].startswith(f"{place}: contains '<|end|>'"), (path, error)
+        assert error["param"] == place.partition("[")[0]

@@ -24,7 +24,7 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.server.options import ServerOptions
 from tests.cli.runner import make_runner
 from tests.ranks.processes import all_on_loopback, children, descendants
-from tests.server.rig import ENGINE, until
+from tests.server.rig import ENGINE, events_of, in_thread, until
 from tests.tiny_models import TinyModel
 
 pytest.importorskip("ray.serve", reason="needs ray[serve]")
@@ -41,20 +41,16 @@ def model(tiny: Callable[[str], TinyModel]) -> TinyModel:
 def url(model: TinyModel) -> Iterator[str]:
     """One Ray for all tests here: starting it takes longer than all of them."""
     from nanovllm.server.replicas import make_front, open_replicas
-    from nanovllm.server.run import DrainingServer, address_of, listen, uvicorn_config
+    from nanovllm.server.run import DrainingServer
 
     kept = {name: os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED")}
     os.environ.pop("RAY_ADDRESS", None)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     options = ServerOptions(port=0, api_key=KEY, max_body_mb=0.1, allowed_hosts=("gpu-box",), allowed_origins=(APP,))
     config = EngineConfig.from_options(model=str(model.path), tensor_parallel_size=2, **ENGINE)
-    with open_replicas(config, options, 2) as replicas, contextlib.closing(listen(options)) as listener:
-        server = DrainingServer(uvicorn_config(make_front(replicas, options), options))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        yield address_of(listener)
-        server.should_exit = True
-        thread.join(30)
+    with contextlib.ExitStack() as stack:
+        front = make_front(stack.enter_context(open_replicas(config, options, 2)), options)
+        yield stack.enter_context(in_thread(DrainingServer(front, options), options))
     for name, value in kept.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
@@ -93,6 +89,10 @@ def cached(response: httpx.Response) -> int:
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def names(http: httpx.Client) -> set[str]:
+    return set(re.findall(r'replica="([^"]+)"', http.get("/metrics").text))
+
+
 def running(http: httpx.Client) -> list[float]:
     found = re.findall(r"^vllm:num_requests_running\{.*replica=.*\} (\S+)$", http.get("/metrics").text, re.M)
     assert len(found) == 2
@@ -127,9 +127,9 @@ def test_streams_and_ids(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "mine"}) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers.get_list("x-request-id") == ["mine"]
-        events = [line[6:] for line in response.iter_lines() if line]
-    assert events.pop() == "[DONE]"
-    chunks = [json.loads(event) for event in events]
+        text = "\n".join(response.iter_lines())
+    assert text.rstrip().endswith("[DONE]")
+    chunks = events_of(text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
     assert {chunk["id"] for chunk in chunks} == {"cmpl-mine"}
 
@@ -149,16 +149,12 @@ def test_errors_are_those_of_one_server(http: httpx.Client) -> None:
 def test_facts(http: httpx.Client, model: TinyModel) -> None:
     assert http.get("/v1/models").json()["data"][0]["id"] == model.path.name
     assert http.get("/health", headers={"Authorization": ""}).json() == {"status": "ok"}
+    assert len(names(http)) == 2
     text = http.get("/metrics").text
-    names = set(re.findall(r'replica="([^"]+)"', text))
-    assert len(names) == 2
     helps = re.findall(r"^# HELP (\S+)", text, re.M)
     assert len(set(helps)) == len(helps) > 10
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert all('replica="' in line for line in samples)
-
-
-def test_what_concerns_all_replicas(http: httpx.Client) -> None:
     assert http.get("/load").json() == {"server_load": 0}
     assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
     assert http.post("/ping", headers={"Authorization": ""}).status_code == 200
@@ -223,10 +219,6 @@ def test_everything_listens_on_the_loopback(http: httpx.Client) -> None:
     assert all_on_loopback(family)
 
 
-def names(http: httpx.Client) -> set[str]:
-    return set(re.findall(r'replica="([^"]+)"', http.get("/metrics").text))
-
-
 def test_a_replica_whose_rank_died_is_replaced(http: httpx.Client) -> None:
     prompt = "r" * 130
     home = where(complete(http, prompt))
@@ -287,11 +279,6 @@ def test_what_a_replica_takes(cluster: Any, options: Any, num_replicas: int, exp
 
     found = _resources(EngineConfig.from_options(**options), num_replicas, cluster)
     assert found == expected
-
-
-def test_more_gpus_than_there_are() -> None:
-    from nanovllm.server.replicas import _resources
-
     with pytest.raises(ConfigError, match=r"replicas=3: .* need 6 GPUs, Ray has 4: ask for at most 2"):
         _resources(EngineConfig.from_options(tensor_parallel_size=2), 3, {"CPU": 8.0, "GPU": 4.0})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,17 +23,8 @@ OURS = ["127.0.0.1", "127.0.0.1:{port}", "localhost:{port}", "LOCALHOST", "local
 OTHERS = ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example", "evil.localhost",
           "localhost:{port}@evil.example", "evil.example/localhost", "localhost,evil.example", "[::1", "::1", "[]", "",
           ":{port}", "localhost:x", "localhost:1:2", "..", "256.0.0.1", "127.0.0.1..", "ローカル", "a b"]  # fmt: skip
-PATHS = [
-    "/",
-    "/static/app.js",
-    "/health",
-    "/metrics",
-    "/engine/info",
-    "/engine/events",
-    "/v1/models",
-    "/openapi.json",
-    "/nothing",
-]
+PATHS = ["/", "/static/app.js", "/health", "/metrics", "/engine/info", "/engine/events", "/v1/models", "/openapi.json",
+         "/nothing"]  # fmt: skip
 HI = {"prompt": "the", "max_tokens": 1}
 
 
@@ -56,13 +46,6 @@ def open_to_app(llama: TinyModel) -> Iterator[Running]:
 
 def with_port(server: Running, text: str) -> str:
     return text.format(port=server.url.rpartition(":")[2])
-
-
-def raw(server: Running, text: str) -> bytes:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(text.encode())
-        return connection.makefile("rb").read()
 
 
 # ---- Host ----------------------------------------------------------------------------------------------------------
@@ -110,11 +93,11 @@ def test_a_rebound_page_can_do_nothing(plain: Running, path: str, body: dict[str
 
 
 def test_a_host_that_is_missing_or_given_twice(plain: Running) -> None:
-    assert raw(plain, "GET /version HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")  # no browser speaks HTTP/1.0
-    assert raw(plain, "GET /version HTTP/1.1\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert plain.raw(b"GET /version HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")  # no browser speaks HTTP/1.0
+    assert plain.raw(b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 400")
     twice = "GET /version HTTP/{}\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
     for version in ("1.0", "1.1"):
-        assert raw(plain, twice.format(version)).split()[1] in (b"400", b"421")
+        assert plain.raw(twice.format(version).encode()).split()[1] in (b"400", b"421")
 
 
 def test_names_that_were_allowed(open_to_app: Running) -> None:
@@ -169,7 +152,7 @@ def test_pages_of_this_server_may_use_it(plain: Running, host: str, origin: str)
 @pytest.mark.parametrize("origin", [
     "http://evil.example", "null", "", "http://localhost", "http://localhost:{port}1", "http://127.0.0.1:{port}",
     "http://localhost:{port}.evil.example", "http://localhost:{port}@evil.example", "localhost:{port}", "*",
-    "chrome-extension://abcdef", "http://localhost:{port}, http://evil.example", APP,
+    "chrome-extension://abcdef", "http://localhost:{port}, http://evil.example", APP, "tauri://localhost:{port}",
 ])  # fmt: skip
 def test_other_pages_may_not(plain: Running, origin: str) -> None:
     headers = {"Host": with_port(plain, "localhost:{port}"), "Origin": with_port(plain, origin)}
@@ -183,15 +166,9 @@ def test_other_pages_may_not(plain: Running, origin: str) -> None:
         check_error(http.options("/v1/completions", headers=asked), 403)
 
 
-def test_a_page_of_an_app_is_no_page_of_this_server(plain: Running) -> None:
-    """Whatever its own name is: those of some desktop and phone apps are tauri://localhost or the like."""
-    for host in ("localhost", "127.0.0.1"):
-        check_error(plain.post("/tokenize", HI, headers={"Host": host, "Origin": f"tauri://{host}"}), 403)
-
-
 def test_two_origins_are_none(open_to_app: Running) -> None:
     head = f"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: {APP}\r\nOrigin: http://evil.example\r\n"
-    assert raw(open_to_app, f"{head}Connection: close\r\n\r\n").startswith(b"HTTP/1.1 403")
+    assert open_to_app.raw(f"{head}Connection: close\r\n\r\n".encode()).startswith(b"HTTP/1.1 403")
 
 
 # ---- CORS ----------------------------------------------------------------------------------------------------------

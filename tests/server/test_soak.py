@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -12,13 +13,11 @@ import pytest
 
 from tests.server import figures, soak
 from tests.server.rig import Running, running, until
-from tests.server.test_tools import make_model
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = make_model(tmp_path_factory.mktemp("models") / "talker", False)
-    with running(model, {"num_kvcache_blocks": 600, "max_num_seqs": 16}) as made:
+def server(talker: Callable[[bool], Path]) -> Iterator[Running]:
+    with running(talker(False), {"num_kvcache_blocks": 600, "max_num_seqs": 16}) as made:
         yield made
 
 
@@ -50,16 +49,18 @@ def test_what_is_wrong_is_counted(server: Running, monkeypatch: pytest.MonkeyPat
     assert any("answered 500" in error for error in work.errors)
     with pytest.raises(soak.Wrong):
         soak.check_trip('{"town": "Oslo", "days": 4}')
-    nobody = soak.Soak("http://127.0.0.1:9", 0)
-    asyncio.run(nobody.run(0.5, 2, lambda: None))
-    assert nobody.errors
-    assert not nobody.done
+    gone = soak.Soak("http://127.0.0.1:9", 0)
+    asyncio.run(gone.run(0.5, 2, lambda: None))
+    assert gone.errors
+    assert not gone.done
 
 
-def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a server process of its own."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    model, out = str(make_model(tmp_path / "talker", False)), tmp_path / "found.json"
+def test_the_commands(
+    server: Running, talker: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The soak with a server process of its own, the figures with the server of this process."""
+    model, out = str(talker(False)), tmp_path / "found.json"
+    monkeypatch.setattr(figures, "command", lambda *_: contextlib.nullcontext((None, server.url)))
     assert soak.main(["--model", model, "--minutes", "0.05", "--clients", "4", "--out", str(out)]) == 0
     found = json.loads(out.read_text())["results"]
     assert (found["num_errors"], found["leaked"], found["exit_code"]) == (0, False, 0)

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,8 @@ from nanovllm.server.answers import ChatAnswer, CompletionAnswer
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.protocol import ChatBody, CompletionBody
 from tests.server.rig import answers_of_a_stalled_client
-from tests.tiny_models import TinyModel, edit_config
+from tests.server.rig import events_of as stream_events
+from tests.tiny_models import TinyModel
 
 ODD = ['say "hi"', "a\\b", "line\nfeed\r\ttab", "\x00\x1f\x7f", "\u2028\u2029", "é☃😀", "\ud800 alone", '"text"',
        "text", "</script>", "data: [DONE]\n\n", " "]  # fmt: skip
@@ -114,31 +114,31 @@ def test_events_that_differ_in_more_than_their_text_have_no_frame(more: dict[str
         assert [event["usage"]["completion_tokens"] for event in events[:3]] == [1, 2, 3]
 
 
-def test_offsets_cost_what_the_tokens_cost() -> None:
-    """A merged event may hold thousands of positions."""
-    positions = [{5: Logprob(-1.0, 1, "ab")} for _ in range(20_000)]
-    answer = make_answer({**COMPLETION, "logprobs": 0})
-    (data,) = events_of(answer, [delta_of(CompletionDelta(0, 0, [5] * 20_000, ["ab"] * 20_000, positions))])
-    choice = json.loads(data[6:])["choices"][0]
-    assert choice["logprobs"]["text_offset"] == list(range(0, 40_000, 2))
-    assert choice["text"] == "ab" * 20_000
+LONG = {"ignore_eos": True, "max_tokens": 140, "seed": 1}
+MESSAGES = [{"role": "user", "content": "the rain"}]
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_a_client_that_stalls_gets_one_event_for_all_it_has_missed(llama_copy: Path, prompts: int) -> None:
+def test_a_client_that_stalls_gets_one_event_for_all_it_has_missed(llama: TinyModel, prompts: int) -> None:
     """Its connection takes no more after the first event: the server waits in `send`, and the engine goes on."""
-    edit_config(llama_copy, max_position_embeddings=2048)
-    body = {"prompt": [[5, 6], [7, 8]][:prompts], "max_tokens": 800, "n": 2, "seed": 1, "ignore_eos": True}
-    answer, sent = answers_of_a_stalled_client(llama_copy, "/v1/completions", body)
-    whole = json.loads(answer)
-    events = [json.loads(line[6:]) for line in b"".join(sent).decode().split("\n\n") if line.startswith("data: {")]
+    body = {"prompt": [[5, 6], [7, 8]][:prompts], "n": 2, **LONG}
+    answer, sent = answers_of_a_stalled_client(llama.path, "/v1/completions", body)
+    events = stream_events(b"".join(sent).decode())
     texts = [""] * 2 * prompts
     for event in events:
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert texts == [choice["text"] for choice in json.loads(answer)["choices"]]
     # A first one of each, perhaps one that was on its way to each, and the rest, which ends it.
     assert len(events) <= 3 * 2 * prompts
     assert len(sent) <= 3 * prompts + 1
+
+
+def test_so_does_one_of_another_dialect(llama: TinyModel) -> None:
+    answer, sent = answers_of_a_stalled_client(llama.path, "/v1/messages", {"messages": MESSAGES, **LONG})
+    events = stream_events(b"".join(sent).decode())
+    assert len(sent) <= 4  # the first, perhaps one that was on its way, the rest, and an empty end
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(deltas) == json.loads(answer)["content"][0]["text"]
 
 
 def test_an_answer_in_one_go_is_reported_once(llama: TinyModel) -> None:
@@ -172,7 +172,7 @@ def test_serve_freezes_what_it_has_built(llama: TinyModel, monkeypatch: pytest.M
     assert found[0] > before + 10_000
 
 
-def test_the_event_loop_is_uvloop_where_it_is_installed(llama: TinyModel) -> None:
+def test_the_event_loop_is_uvloop_where_it_is_installed() -> None:
     uvloop = pytest.importorskip("uvloop")
-    factory = server_run.uvicorn_config(lambda *_: None, ServerOptions()).get_loop_factory()  # type: ignore[arg-type]
+    factory = server_run.DrainingServer(lambda *_: None, ServerOptions()).config.get_loop_factory()  # type: ignore[arg-type]
     assert factory is uvloop.new_event_loop

@@ -1,4 +1,4 @@
-"""Calls of functions through the real openai client: forced ones follow their schema whatever the model, free ones are
+"""Calls of functions through the real openai client: forced ones follow their schema with any model, free ones are
 read from what the model writes. The model is random, so `structured_outputs` dictates what it writes freely."""
 
 from __future__ import annotations
@@ -6,22 +6,20 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from transformers import AddedToken, AutoTokenizer
 
-from nanovllm.server.tools import FORMS, Answer, CallReader
-from tests.server.rig import Running, running, until
+from nanovllm.server.protocol import ChatBody
+from nanovllm.server.tools import FORMS, AnswerPart, CallReader
+from tests.server.rig import TAGS, Running, running, until
 from tests.server.test_refusals import check_error
-from tests.tiny_models import Variant, hf_model, save_tokenizer
 
 pytest.importorskip("llguidance")
 
-TAGS = ["<tool_call>", "</tool_call>"]
 ASK: list[Any] = [{"role": "user", "content": "rain?"}]
 SCHEMA = {
     "type": "object",
@@ -41,21 +39,9 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path, with_tags: bool) -> Path:
-    """Room for a prompt with tools; the tags of Hermes as two tokens, or spelt in letters."""
-    hf_model(Variant("Llama", {"vocab_size": 304, "max_position_embeddings": 2048}), 0).save_pretrained(folder)
-    save_tokenizer(folder)
-    if with_tags:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-        tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["tags-are-tokens", "tags-are-letters"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = make_model(tmp_path_factory.mktemp("models") / "talker", request.param)
-    with running(model, {"num_kvcache_blocks": 600}) as made:
+def server(request: pytest.FixtureRequest, talker: Callable[[bool], Path]) -> Iterator[Running]:
+    with running(talker(request.param), {"num_kvcache_blocks": 600}) as made:
         yield made
         until(made.is_empty)
 
@@ -178,9 +164,10 @@ FREE = [
 @pytest.mark.parametrize(("text", "content", "num_calls"), FREE, ids=range(len(FREE)))
 def test_calls_that_the_model_makes_by_itself(server: Running, text: str, content: str | None, num_calls: int) -> None:
     extra = {"structured_outputs": {"grammar": dictated(server, text)}}
+    marked = {**extra, "skip_special_tokens": False}  # the end marker is no content beside calls
     with server.client() as client:
         [one] = as_whole(ask(client, server, extra_body=extra))
-        [streamed] = assemble(ask(client, server, extra_body=extra, stream=True))
+        [streamed] = assemble(ask(client, server, extra_body=marked, stream=True))
         [plain] = as_whole(ask(client, server, extra_body=extra, tool_choice="none"))
         [single] = as_whole(ask(client, server, extra_body=extra, parallel_tool_calls=False))
     assert streamed == one
@@ -191,16 +178,6 @@ def test_calls_that_the_model_makes_by_itself(server: Running, text: str, conten
     assert one["reason"] == ("tool_calls" if num_calls else "stop")
     assert plain == {"content": text, "calls": [], "reason": "stop"}
     assert len(single["calls"]) == min(num_calls, 1)
-
-
-def test_the_end_marker_is_no_content_beside_calls(server: Running) -> None:
-    extra = {"structured_outputs": {"grammar": dictated(server, f"<tool_call>{CALL}</tool_call>")}}
-    extra["skip_special_tokens"] = False  # type: ignore[assignment]
-    with server.client() as client:
-        [one] = as_whole(ask(client, server, extra_body=extra))
-        [streamed] = assemble(ask(client, server, extra_body=extra, stream=True))
-    assert streamed == one
-    assert (one["content"], len(one["calls"]), one["reason"]) == ("", 1, "tool_calls")
 
 
 def dictated(server: Running, text: str) -> str:
@@ -230,7 +207,7 @@ def test_strict_holds_where_the_model_decides(server: Running) -> None:
     assert all(one["content"].count(TAGS[0]) <= (one["reason"] == "length") for one in answers)
 
 
-# ---- what the model is told ------------------------------------------------------------------------------------------
+# ---- what the model gets ------------------------------------------------------------------------------------------
 
 PAST: list[Any] = [
     {"role": "system", "content": "Be short."},
@@ -248,14 +225,14 @@ PAST: list[Any] = [
 ]
 
 
-def told(server: Running, messages: list[Any], tools: list[Any] | None) -> str:
+def prompt_of(server: Running, messages: list[Any], tools: list[Any] | None) -> str:
     found = server.post("/tokenize", {"messages": messages, "tools": tools}).json()
     return str(server.engine.tokenizer.decode(found["tokens"]))
 
 
 def test_a_template_that_knows_tools_gets_them(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.engine.tokenizer, "chat_template", TEMPLATE)
-    text = told(server, PAST, TOOLS)
+    text = prompt_of(server, PAST, TOOLS)
     shown, rest = text.split("]system:")
     assert [tool["function"]["name"] for tool in json.loads(shown + "]")] == ["weather", "clock"]
     assert rest == (
@@ -269,8 +246,8 @@ def test_a_template_that_knows_tools_gets_them(server: Running, monkeypatch: pyt
     assert [without, with_tools] == counted
 
 
-def test_a_template_that_does_not_is_told_in_words(server: Running) -> None:
-    text = told(server, PAST, TOOLS)
+def test_a_template_that_does_not_gets_them_in_words(server: Running) -> None:
+    text = prompt_of(server, PAST, TOOLS)
     system, rest = text.split("<|end|>", 1)
     assert system.startswith("<|system|>Be short.\n\n")
     assert json.dumps(SCHEMA) in system
@@ -281,8 +258,8 @@ def test_a_template_that_does_not_is_told_in_words(server: Running) -> None:
         '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|end|>'
         "<|user|><tool_response>\nwet\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|end|><|assistant|>"
     )
-    assert told(server, ASK, TOOLS).startswith("<|system|>These functions")
-    assert told(server, ASK, None) == "<|user|>rain?<|end|><|assistant|>"
+    assert prompt_of(server, ASK, TOOLS).startswith("<|system|>These functions")
+    assert prompt_of(server, ASK, None) == "<|user|>rain?<|end|><|assistant|>"
 
 
 def test_an_answer_can_be_sent_back(server: Running) -> None:
@@ -358,18 +335,19 @@ def test_tools_that_ask_for_nothing(server: Running) -> None:
 
 
 @pytest.mark.parametrize("form", ["mistral", "llama"])
-def test_other_forms(tmp_path: Path, form: str) -> None:
-    model = make_model(tmp_path / "talker", False)
+def test_other_forms(talker: Callable[[bool], Path], form: str) -> None:
     free = FORMS[form].write([{"name": "weather", "arguments": {"town": "Oslo", "days": 2}}] * 2)
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    with running(model, {"num_kvcache_blocks": 600}, tool_call_parser=form) as server, server.client() as client:
+    options = {"num_kvcache_blocks": 600}
+    with running(talker(False), options, tool_call_parser=form) as server, server.client() as client:
         extra = {"structured_outputs": {"choice": [free]}}
         [one] = as_whole(ask(client, server, extra_body=extra))
         assert assemble(ask(client, server, extra_body=extra, stream=True)) == [one]
         assert [json.loads(arguments) for _, arguments in one["calls"]] == [{"town": "Oslo", "days": 2}] * 2
-        for options in ({"tool_choice": "required"}, {"tools": [strict]}):
-            answer = ask(client, server, **options, n=3, seed=1)
-            streamed = assemble(ask(client, server, **options, n=3, seed=1, stream=True), 3)
+        for forced in ({"tool_choice": "required"}, {"tools": [strict]}):
+            more: dict[str, Any] = {**forced, "n": 2, "seed": 1, "max_tokens": 100}
+            answer = ask(client, server, **more)
+            streamed = assemble(ask(client, server, **more, stream=True), 2)
             assert streamed == as_whole(answer)
             for one in as_whole(answer):
                 if one["reason"] == "tool_calls":
@@ -400,11 +378,11 @@ TEXTS = [
 
 @pytest.mark.parametrize(("form", "text", "content", "num_calls"), TEXTS, ids=range(len(TEXTS)))
 def test_how_a_text_is_cut_makes_no_difference(form: str, text: str, content: str, num_calls: int) -> None:
-    rng = random.Random(0)
+    rng, body = random.Random(0), ChatBody(messages=ASK, tools=[WEATHER])  # type: ignore[list-item]
     cuts = [sorted(rng.sample(range(1, len(text)), min(len(text) - 1, rng.randrange(10)))) for _ in range(60)]
     for places in [[], list(range(1, len(text))), *cuts]:
-        reader = CallReader(FORMS[form], ["weather"], must_call=False, has_grammar=False, one_call=False)
-        found = Answer()
+        reader = CallReader(FORMS[form], body)
+        found = AnswerPart()
         for start, end in zip([0, *places], [*places, len(text)]):
             said = reader.feed(text[start:end], finished=end == len(text))
             found.content += said.content

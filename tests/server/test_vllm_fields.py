@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.rig import Running
+from tests.server.rig import Running, events_of
 from tests.server.test_refusals import HI, check_error
 from tests.tiny_models import TinyModel
 
@@ -24,8 +24,8 @@ def rendered(server: Running, **options: Any) -> str:
     found = server.post("/v1/chat/completions", {"max_tokens": 1, "return_token_ids": True, **options})
     assert found.status_code == 200, found.text
     tokens = found.json()["prompt_token_ids"]
-    told = {name: value for name, value in options.items() if name != "response_format"}
-    assert server.post("/tokenize", told).json()["tokens"] == tokens
+    fields = {name: value for name, value in options.items() if name != "response_format"}
+    assert server.post("/tokenize", fields).json()["tokens"] == tokens
     return server.engine.tokenizer.decode(tokens)
 
 
@@ -48,6 +48,7 @@ def test_variables_are_users_text(server: Running, monkeypatch: pytest.MonkeyPat
     assert (error["param"], "<|end|>" in error["message"]) == ("chat_template_kwargs", True)
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 GUIDED: list[tuple[dict[str, Any], set[str]]] = [
     ({"guided_regex": "(ab|cd){2}"}, {"abab", "abcd", "cdab", "cdcd"}),
     ({"guided_choice": ["red", "blue"]}, {"red", "blue"}),
@@ -55,45 +56,47 @@ GUIDED: list[tuple[dict[str, Any], set[str]]] = [
     ({"guided_json": {"enum": [1, 2]}}, {"1", "2"}),
     ({"guided_json": '{"enum": [1, 2]}'}, {"1", "2"}),
     ({"guided_grammar": 'root ::= "x" tail # GBNF\ntail ::= "y" | [z]'}, {"xy", "xz"}),
+    ({"structured_outputs": {"regex": "(ab|cd){2}"}}, {"abab", "abcd", "cdab", "cdcd"}),
+    ({"structured_outputs": {"choice": ["red", "blue"]}}, {"red", "blue"}),
     ({"structured_outputs": {"grammar": 'root ::= "x" "y"'}}, {"xy"}),
+    ({"structured_outputs": {"json": {"enum": [1, 2]}}}, {"1", "2"}),
 ]
 
 
 @pytest.mark.parametrize(("extra", "texts"), GUIDED, ids=[str(extra)[:40] for extra, _ in GUIDED])
 def test_guided_fields(server: Running, client: openai.OpenAI, extra: dict[str, Any], texts: set[str]) -> None:
-    extra = {**extra, "guided_decoding_backend": "xgrammar"}
-    plain = client.completions.create(model=server.model, prompt="a", max_tokens=60, extra_body=extra)
-    chat = client.chat.completions.create(model=server.model, messages=HI, max_tokens=60, extra_body=extra)  # type: ignore
-    for choice, text in ((plain.choices[0], plain.choices[0].text), (chat.choices[0], chat.choices[0].message.content)):
+    options = {"model": server.model, "max_tokens": 60, "extra_body": {**extra, "guided_decoding_backend": "xgrammar"}}
+    plain = client.completions.create(prompt="a", **options).choices[0]
+    chat = client.chat.completions.create(messages=HI, **options).choices[0]
+    for choice, text in ((plain, plain.text), (chat, chat.message.content)):
         assert (text.strip() in texts, choice.finish_reason) == (True, "stop")
+    streamed = client.completions.create(prompt="a", stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in streamed).strip() in texts
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("guided_grammar", "root ::= (", "GBNF"),
-        ("guided_grammar", 'root ::= "a" nope', "nope"),
-        ("guided_json", {"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ("structured_outputs", {"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        (
-            "response_format",
-            {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"properties": {"a": {"type": "array", "uniqueItems": True}}}},
-            },
-            "uniqueItems",
-        ),
-    ],
-)
-def test_what_no_grammar_can_say_is_refused_by_the_clients_name(
-    server: Running, field: str, value: Any, said: str
+def test_response_format(server: Running, client: openai.OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    options: Any = {"model": server.model, "messages": HI, "n": 4, "seed": 1, "max_tokens": 120}
+    for form, allowed in ((schema, ({"a": 1}, {"a": 2})), ({"type": "json_object"}, None)):
+        answer = client.chat.completions.create(response_format=form, **options)
+        done = [json.loads(one.message.content) for one in answer.choices if one.finish_reason == "stop"]
+        assert done
+        assert all(isinstance(value, dict) and (allowed is None or value in allowed) for value in done)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_marker_is_no_text_even_when_special_tokens_are(
+    server: Running, client: openai.OpenAI, stream: bool
 ) -> None:
-    for path, what in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HI})):
-        error = check_error(server.post(path, {**what, field: value}))
-        assert error["param"] == field
-        assert error["message"].startswith(field)
-        assert said in error["message"]
-        assert field == "structured_outputs" or "structured_outputs" not in error["message"]
+    settings = {"model": server.model, "stream": stream, "max_tokens": 40, "logprobs": True, "messages": HI}
+    extra = {"structured_outputs": {"choice": ["red rain"]}, "skip_special_tokens": False}
+    for more, text in (({}, "red rain"), ({"include_stop_str_in_output": True}, "red rain<|eos|>")):
+        answer = client.chat.completions.create(**settings, extra_body={**extra, **more})  # type: ignore[call-overload]
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        parts = [(choice.delta if stream else choice.message).content or "" for choice in choices]
+        tokens = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        assert ("".join(parts), choices[-1].finish_reason) == (text, "stop")
+        assert "".join(tokens) == "red rain<|eos|>"  # every token has its log probability, the last one too
 
 
 def test_prompt_logprobs(server: Running, client: openai.OpenAI, llama: TinyModel) -> None:
@@ -163,34 +166,18 @@ def test_prompts_are_truncated_from_the_left(server: Running, llama: TinyModel) 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_not_cut_by_stop_strings(server: Running, stream: bool) -> None:
     """Its text is the server's own business, and half a call is of no use."""
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {
-                "properties": {"a": {"const": "stop here"}},
-                "required": ["a"],
-                "additionalProperties": False,
-            },
-        },
-    }
+    schema = {"properties": {"a": {"const": "stop here"}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     ban = {str(i): -100 for i in range(300) if not server.engine.tokenizer.decode([i]).strip()}
-    body = {
-        "messages": HI,
-        "tools": [tool],
-        "stop": ["here", "{", '"'],
-        "stop_token_ids": list(range(7, 100)),
-        "max_tokens": 110,
-        "logit_bias": ban,
-        "stream": stream,
-        "truncate_prompt_tokens": 20,
-    }
+    stops = {"stop": ["here", "{", '"'], "stop_token_ids": list(range(7, 100))}
+    limits = {"max_tokens": 110, "logit_bias": ban, "truncate_prompt_tokens": 20}
+    body = {"messages": HI, "tools": [tool], "stream": stream, **stops, **limits}
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         sent = {**body, "tool_choice": choice, "parallel_tool_calls": False}
         answer = server.post("/v1/chat/completions", sent)
         assert answer.status_code == 200, answer.text
         if stream:
-            events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+            events = events_of(answer.text)
             calls = [call for e in events for call in e["choices"][0]["delta"].get("tool_calls", [])]
             text = "".join(call["function"]["arguments"] for call in calls)
             reason = events[-1]["choices"][0]["finish_reason"]

@@ -36,7 +36,7 @@ PARAMS = SamplingParams()
 
 
 def extend(value: int, token_id: int) -> int:
-    """The prefix value after one more token: a 64-bit linear congruential step, mixed enough to tell prefixes apart."""
+    """The prefix value after one more token: a 64-bit linear congruential step, mixed so that prefixes differ."""
     return ((value ^ (token_id + 1)) * 6364136223846793005 + 1442695040888963407) % 2**64
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanovllm.scheduling import block_manager
 from nanovllm.scheduling.block_manager import BlockManager
@@ -86,7 +84,7 @@ def run(setup: Setup, requests: list[Request]) -> Simulation:
 
 def test_ten_thousand_steps_of_random_traffic() -> None:
     num_steps = num_preemptions = num_cached = num_outgrown = num_failed = 0
-    for seed in range(400):
+    for seed in range(500):
         rng = random.Random(seed)
         setup = random_setup(rng)
         simulation = run(setup, random_requests(rng, setup, rng.randrange(1, 14)))
@@ -104,57 +102,8 @@ def test_ten_thousand_steps_of_random_traffic() -> None:
     assert min(num_preemptions, num_cached, num_outgrown, num_failed) > 100
 
 
-@st.composite
-def traffic(draw: st.DrawFn) -> tuple[Setup, list[Request]]:
-    policy, max_wait_steps = draw(st.sampled_from(POLICIES))
-    max_num_seqs = draw(st.integers(1, 6))
-    setup = Setup(
-        num_blocks=draw(st.integers(1, 40)),
-        block_size=draw(st.integers(1, 8)),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 40)),
-        max_model_len=draw(st.integers(2, 60)),
-        decode_steps=draw(st.integers(1, 8)),
-        depth=draw(st.integers(0, 2)),
-        policy=policy,
-        max_wait_steps=max_wait_steps,
-        caching=draw(st.booleans()),
-        failure_rate=draw(st.sampled_from([0.0, 0.0, 0.1])),
-        seed=draw(st.integers(0, 1000)),
-    )
-    requests = []
-    for seq_id in range(draw(st.integers(1, 10))):
-        shared = draw(st.integers(0, setup.capacity + 1))
-        tail = draw(st.integers(0 if shared else 1, 10))
-        max_tokens = draw(st.integers(1, 20))
-        arrives = draw(st.integers(0, 12))
-        requests.append(
-            Request(
-                seq_id,
-                prompt(draw(st.integers(0, 1)), shared, tail, seq_id),
-                StopRule(
-                    max_tokens,
-                    draw(st.integers(0, max_tokens)),
-                    draw(st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3)),
-                    draw(st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=2)),
-                ),
-                salt=draw(st.sampled_from(["", "b"])),
-                priority=draw(st.integers(-1, 1)),
-                arrives=arrives,
-                aborts=draw(st.none() | st.integers(arrives, arrives + 20)),
-            )
-        )
-    return setup, requests
-
-
-@settings(max_examples=250, deadline=None, derandomize=True, database=None)
-@given(traffic())
-def test_any_traffic(case: tuple[Setup, list[Request]]) -> None:
-    run(*case)
-
-
 def test_output_is_the_same_for_every_policy_cache_k_and_overlap() -> None:
-    """The reference says so for each run alone; here the runs are compared with each other, without the reference."""
+    """Other tests compare each run with the reference; here the runs are compared with each other, without it."""
     rng = random.Random(3)
     requests = random_requests(rng, Setup(num_blocks=6, block_size=4), 12, aborts=False)
     assert max(len(r.prompt) + r.stop.max_tokens for r in requests) <= 68

@@ -1,4 +1,4 @@
-"""The event feed: what is told replays into exactly what the BlockManager has, and nobody is ever waited for."""
+"""The event feed: a replay of the events agrees with the BlockManager, and the engine never waits for a reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.scheduling.plan import StepPlan
-from nanovllm.scheduling.policy import make_policy
+from nanovllm.scheduling.policy import Policy, make_policy
+from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence, StopRule
 from nanovllm.telemetry import feed as feed_module
 from nanovllm.telemetry import readers
@@ -50,13 +51,13 @@ class Truth:
         self.num_held = self.num_shared = self.num_evicted = 0
 
     def put(self, event: Event) -> None:
-        told = json.loads(event.line)
-        check_event(told, self.replay.num_blocks)
-        if told["type"] == "failed":  # the snapshot that follows says what became of it
+        state = json.loads(event.line)
+        check_event(state, self.replay.num_blocks)
+        if state["type"] == "failed":  # a snapshot of the new state follows
             return
-        self.replay.apply(told)
+        self.replay.apply(state)
         self.kinds[event.kind] = self.kinds.get(event.kind, 0) + 1
-        self.num_evicted += len(told.get("evicted", ()))
+        self.num_evicted += len(state.get("evicted", ()))
         self.compare()
 
     def end(self) -> None:
@@ -74,16 +75,16 @@ class Truth:
         assert {s.id for s in replay.seqs.values() if s.status == "running"} == {s.seq_id for s in scheduler.running}
         assert {s.id for s in replay.seqs.values() if s.status == "waiting"} == {s.seq_id for s in scheduler.waiting}
         for seq in scheduler.running:
-            told = replay.seqs[seq.seq_id]
-            assert (told.blocks, told.computed) == (seq.block_table, seq.num_computed)
-            assert told.preemptions == seq.num_preemptions
-            assert (told.prompt, told.cached) == (seq.num_prompt, max(told.cached, seq.num_cached_tokens))
+            state = replay.seqs[seq.seq_id]
+            assert (state.blocks, state.computed) == (seq.block_table, seq.num_computed)
+            assert state.preemptions == seq.num_preemptions
+            assert (state.prompt, state.cached) == (seq.num_prompt, max(state.cached, seq.num_cached_tokens))
         self.num_held += len(replay.held)
         self.num_shared += sum(n > 1 for n in replay.owners.values())
 
 
 class AtOnce:
-    """A queue for a Watcher that hands each thing to the feed when it is put."""
+    """A queue for a Watcher that passes each item to the feed at once."""
 
     def __init__(self) -> None:
         self.feed = Feed(self)  # type: ignore[arg-type]
@@ -100,7 +101,7 @@ class AtOnce:
 
 
 class Watched(Simulation):
-    """Tells a watcher where the engine tells it, and switches policies at random."""
+    """Calls a watcher where the engine calls it, and switches policies at random."""
 
     def __init__(self, setup: Setup, requests: list[Request]) -> None:
         super().__init__(setup, requests)
@@ -155,6 +156,8 @@ class Watched(Simulation):
         if self._choices.random() < 0.1:
             self.scheduler.set_policy(make_policy(self._choices.choice(["fcfs", "sjf", "priority"]), 5))
             self.watcher.policy_changed()
+            orders = [self.scheduler.policy.order(seq) for seq in self.scheduler.running]
+            assert orders == sorted(orders)  # the last is preempted first
         super()._advance(idle_ok)
 
 
@@ -212,8 +215,26 @@ def no_published_at_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Feed, "_done", lambda self, *a: {**plain(self, *a), "published": []})
 
 
+def keep_the_order_of_the_old_policy(patch: pytest.MonkeyPatch) -> None:
+    def set_policy(self: Scheduler, policy: Policy) -> None:
+        running = list(self.running)
+        plain(self, policy)
+        self.running = running
+
+    plain = Scheduler.set_policy
+    patch.setattr(Scheduler, "set_policy", set_policy)
+
+
 @pytest.mark.parametrize(
-    "damage", [forget_evictions, forget_preemptions, free_at_once, no_aborts, no_published_at_commit]
+    "damage",
+    [
+        forget_evictions,
+        forget_preemptions,
+        free_at_once,
+        no_aborts,
+        no_published_at_commit,
+        keep_the_order_of_the_old_policy,
+    ],
 )
 def test_the_comparison_can_fail(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch)
@@ -283,7 +304,7 @@ def test_nothing_is_queued_without_readers() -> None:
     assert len(reader.events) == 1
 
 
-def test_a_feed_that_falls_behind_drops_events_and_then_says_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feed_that_falls_behind_drops_events_and_then_sends_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "MAX_QUEUED", 10)
     blocked, entered = threading.Event(), threading.Event()
 
@@ -301,7 +322,7 @@ def test_a_feed_that_falls_behind_drops_events_and_then_says_everything(monkeypa
     started = time.monotonic()
     for _ in range(1000):
         watcher.paused(True)
-    assert time.monotonic() - started < 5  # nobody waited for the reader
+    assert time.monotonic() - started < 5  # the engine did not wait for the reader
     assert watcher._queue.qsize() == 10
     blocked.set()
     while watcher._queue.qsize():

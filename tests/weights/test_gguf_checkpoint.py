@@ -71,38 +71,24 @@ def config_of(tmp_path, extra, arch="llama", **kwargs):
 
 
 def test_rope_scaling_linear_and_yarn(tmp_path):
-    def linear(writer):
-        writer.add_string("llama.rope.scaling.type", "linear")
-        writer.add_float32("llama.rope.scaling.factor", 2.0)
+    def scaled(kind, factor):
+        def extra(writer):
+            writer.add_string("llama.rope.scaling.type", kind)
+            writer.add_float32("llama.rope.scaling.factor", factor)
+            writer.add_uint32("llama.rope.scaling.original_context_length", 32)
 
-    def yarn(writer):
-        writer.add_string("qwen3.rope.scaling.type", "yarn")
-        writer.add_float32("qwen3.rope.scaling.factor", 4.0)
-        writer.add_uint32("qwen3.rope.scaling.original_context_length", 32)
+        return config_of(tmp_path, extra)["rope_scaling"]
 
-    def old_linear(writer):
-        writer.add_float32("llama.rope.scale_linear", 4.0)
-
-    assert config_of(tmp_path, linear)["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    assert config_of(tmp_path, old_linear)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    scaling = config_of(tmp_path, yarn, "qwen3")["rope_scaling"]
-    assert scaling == {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-    }
+    assert scaled("linear", 2.0) == {"rope_type": "linear", "factor": 2.0}
+    yarn = {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+    assert scaled("yarn", 4.0) == {"rope_type": "yarn", "factor": 4.0, **yarn}
+    old = config_of(tmp_path, lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0))
+    assert old["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
 def llama3(factor, high=4.0, context=8192):
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": context,
-    }
+    blend = {"low_freq_factor": 1.0, "high_freq_factor": high, "original_max_position_embeddings": context}
+    return {"rope_type": "llama3", "factor": factor, **blend}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -116,12 +102,8 @@ def test_llama3_divisors_agree_with_transformers():
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(
-        hidden_size=512,
-        num_attention_heads=4,
-        max_position_embeddings=131072,
-        rope_parameters={**llama3(8.0), "rope_theta": 500000.0},
-    )
+    rope = {**llama3(8.0), "rope_theta": 500000.0}
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=rope)
     inverse, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500000.0 ** (-torch.arange(0, 128, 2) / 128)
     expected = plain / torch.tensor(llama3_divisors(llama3(8.0), 500000.0, 128))

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gguf_samples import ARRAY, BOOL, F32, STRING, U32, U64, entry, info, raw_gguf, text, tiny_state, write_model
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from nanovllm.errors import ModelError
 from nanovllm.weights.gguf_checkpoint import GGUFCheckpoint
@@ -174,40 +172,20 @@ def test_every_truncation_of_the_header(sample):
 
 
 def test_every_kind_of_overwrite(sample):
-    """Numbers that break careless readers, at random places of the header, within a bounded allocation."""
+    """Numbers that break careless readers, anywhere in the header, alone and cut off, within a bounded allocation."""
     path, data, header_len = sample
     rng = random.Random(0)
-    evil = [
-        b"\xff" * 4,
-        b"\xff" * 8,
-        b"\0" * 8,
-        struct.pack("<Q", 2**31),
-        struct.pack("<Q", 2**32),
-        struct.pack("<Q", 2**63),
-        struct.pack("<I", 9),
-        struct.pack("<Q", 10**7),
-        b"\x80",
-    ]
+    numbers = [struct.pack("<Q", number) for number in (0, 10**7, 2**31, 2**32, 2**63, 2**64 - 1)]
+    evil = [*numbers, b"\xff" * 4, u32(9), b"\x80", rng.randbytes(12)]
     parsed = 0
     tracemalloc.start()
     for _ in range(600):
         at, patch = rng.randrange(header_len), rng.choice(evil)
-        parsed += survive(path, data[:at] + patch + data[at + len(patch) :])
+        damaged = data[:at] + patch + data[at + len(patch) :]
+        parsed += survive(path, damaged)
+        if rng.random() < 0.2:
+            survive(path, damaged[: rng.randrange(len(damaged))])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 0 < parsed < 600
     assert peak < 20 * len(data) + (1 << 20), peak
-
-
-@settings(max_examples=200, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=12)), max_size=4),
-    cut=st.none() | st.floats(0, 1),
-)
-def test_random_damage(sample, changes, cut):
-    path, data, header_len = sample
-    damaged = bytearray(data)
-    for where, patch in changes:
-        at = int(where * header_len)
-        damaged[at : at + len(patch)] = patch
-    survive(path, bytes(damaged if cut is None else damaged[: int(cut * len(damaged))]))

@@ -8,8 +8,8 @@ has its own V_e [r, d]. With G = X^T X (a "Gram matrix") the error of U V_e on t
 **Which U.** Let G = S S^T (S = Q diag(s) from eigh: a Gram of few rows is singular, which Cholesky does not survive),
 and C = sum_e pi_e A_e A_e^T. In the coordinates S^T the error is a plain Frobenius norm, so the best r directions are
 the top eigenvectors P of M = S^T C S, U = S^-T P, and the error is the sum of M's other eigenvalues: the whole curve of
-error by rank from one eigh. PCA of the weights is the case G = I: it minimises the error on inputs that nobody ever
-sends.
+error by SVD rank from one eigh. PCA of the weights is the case G = I: it minimises the error on inputs without any
+preferred direction, which no layer has.
 
 **Large n** (the input side of w2, n = intermediate size). S^T C S P = P D gives C G U = U D after multiplying by S^-T:
 U spans an invariant subspace of C G, and no inverse is needed. `subspace_basis` iterates U <- orth(C G U) with some
@@ -22,11 +22,13 @@ best without data, never toward zero; an expert that saw no rows is its prior.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
 
 EIGH_SIZE = 6144  # from here on the subspace iteration is the faster one: eigh takes n^3, and its workspace 3 n^2
 BLOCK_ROWS = 4096  # that are in fp64 at a time
@@ -44,8 +46,9 @@ class Basis:
         kept = torch.cat([self.gains.new_zeros(1), self.gains.cumsum(0)])
         return (1 - kept / self.total).clamp(min=0) if self.total > 0 else torch.zeros_like(kept)
 
-    def loss(self, rank: int) -> float:
-        return float(self.losses()[rank])
+
+def gram_of_size(size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size, size, dtype=torch.float64, device=device)
 
 
 def gram(rows: torch.Tensor, total: torch.Tensor | None = None, others: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,11 +64,14 @@ def gram(rows: torch.Tensor, total: torch.Tensor | None = None, others: torch.Te
 
 def weight_gram(matrices: Iterable[torch.Tensor], shares: Iterable[float]) -> torch.Tensor:
     """C = sum_e pi_e A_e A_e^T of A_e [n, d]."""
+    return pooled(share * ((d := a.double()) @ d.T) for a, share in zip(matrices, shares))
+
+
+def pooled(grams: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Their sum; one of them and the sum are in memory."""
     total = None
-    for a, share in zip(matrices, shares):
-        a = a.double()
-        product = share * (a @ a.T)
-        total = product if total is None else total.add_(product)
+    for g in grams:
+        total = g.clone() if total is None else total.add_(g)
     assert total is not None
     return total
 
@@ -76,31 +82,31 @@ def top_directions(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return values.flip(0).clamp(min=0), vectors.flip(1)
 
 
-def pca_basis(c: torch.Tensor, rank: int) -> Basis:
+def pca_basis(c: torch.Tensor, svd_rank: int) -> Basis:
     gains, vectors = top_directions(c)
-    return Basis(vectors[:, :rank].contiguous(), gains, float(gains.sum()))
+    return Basis(vectors[:, :svd_rank].contiguous(), gains, float(gains.sum()))
 
 
-def whitened_basis(g: torch.Tensor, c: torch.Tensor, rank: int) -> Basis:
+def whitened_basis(g: torch.Tensor, c: torch.Tensor, svd_rank: int) -> Basis:
     """The best shared U for inputs with Gram g [n, n] and weights with c = weight_gram(...) [n, n]."""
     values, q = torch.linalg.eigh(g)
     mean = float(values.mean())
     if not mean > 0:
-        return pca_basis(c, rank)
+        return pca_basis(c, svd_rank)
     s = (values.clamp(min=0) + RELATIVE_FLOOR * mean).sqrt()
     root = q * s
     gains, p = top_directions(root.T @ c @ root)
-    u, _ = torch.linalg.qr((q / s) @ p[:, :rank])
+    u, _ = torch.linalg.qr((q / s) @ p[:, :svd_rank])
     return Basis(u.contiguous(), gains, float(gains.sum()))
 
 
-def subspace_basis(g: torch.Tensor, c: torch.Tensor, rank: int, oversample: int = 32, power_steps: int = 3) -> Basis:
+def subspace_basis(g: torch.Tensor, c: torch.Tensor, svd_rank: int, oversample: int = 32, steps: int = 4) -> Basis:
     """The same for large n, in O(n^2 r)."""
     n = len(g)
-    width = min(n, rank + oversample)
+    width = min(n, svd_rank + oversample)
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(n, width, generator=generator, dtype=torch.float64).to(g.device)
-    for _ in range(max(2, power_steps) + 1):
+    for _ in range(steps):
         y, _ = torch.linalg.qr(c @ (g @ y))
     # Inside the span: U = Y B, explained = tr (B^T K B)^-1 B^T R B with K = Y^T G Y, R = Y^T G C G Y.
     gy = g @ y
@@ -108,19 +114,17 @@ def subspace_basis(g: torch.Tensor, c: torch.Tensor, rank: int, oversample: int 
     values, q = torch.linalg.eigh(k)
     s = (values.clamp(min=0) + RELATIVE_FLOOR * values.mean()).sqrt()
     gains, p = top_directions((q / s).T @ r @ (q / s))
-    u, _ = torch.linalg.qr(y @ ((q / s) @ p[:, :rank]))
+    u, _ = torch.linalg.qr(y @ ((q / s) @ p[:, :svd_rank]))
     return Basis(u.contiguous(), gains, float((g * c).sum()))  # tr G C
 
 
-def best_basis(g: torch.Tensor | None, c: torch.Tensor, rank: int, oversample: int = 32) -> Basis:
-    if g is None:
-        return pca_basis(c, rank)
-    return whitened_basis(g, c, rank) if len(g) <= EIGH_SIZE else subspace_basis(g, c, rank, oversample)
+def best_basis(g: torch.Tensor, c: torch.Tensor, svd_rank: int, oversample: int = 32) -> Basis:
+    return whitened_basis(g, c, svd_rank) if len(g) <= EIGH_SIZE else subspace_basis(g, c, svd_rank, oversample)
 
 
-def shares_of(grams: Iterable[torch.Tensor]) -> list[float]:
-    """pi_e: each expert's part of all that is sent through the layer. All equal where nothing was sent."""
-    traces = [float(g.trace()) for g in grams]
+def shares_of(traces: list[float]) -> list[float]:
+    """pi_e: each expert's part of all that is sent through the layer, from the traces of their Gram matrices. All equal
+    where nothing was sent."""
     total = sum(traces)
     return [t / total for t in traces] if total > 0 else [1 / len(traces)] * len(traces)
 
@@ -128,8 +132,7 @@ def shares_of(grams: Iterable[torch.Tensor]) -> list[float]:
 def fit(
     u: torch.Tensor, g: torch.Tensor, cross: torch.Tensor, prior: torch.Tensor, ridge: float, num_rows: int
 ) -> torch.Tensor:
-    """V [r, d]: cross [n, d] = inputs^T targets. With fewer rows than unknowns the ridge grows: the prior knows
-    more."""
+    """V [r, d]: cross [n, d] = inputs^T targets. With fewer rows than unknowns the ridge grows, toward the prior."""
     k = u.T @ (g @ u)
     return correct(prior, k, u.T @ cross - k @ prior, ridge, num_rows)
 
@@ -151,47 +154,29 @@ def correct(prior: torch.Tensor, k: torch.Tensor, missing: torch.Tensor, ridge: 
     return prior + torch.linalg.lstsq(k_ridge, missing).solution
 
 
-def output_error(g: torch.Tensor, a: torch.Tensor, approximation: torch.Tensor) -> float:
-    """|X (A - A')|^2 of inputs with Gram g."""
-    gap = a - approximation
-    return float((gap * (g @ gap)).sum())
-
-
-def private_rank(rank: int, size_in: int, size_out: int, num_experts: int) -> int:
-    """The rank at which a U for every expert costs the bytes of V [rank, size_out] and a part of one shared U."""
-    return max(1, int(rank * (size_out + size_in / num_experts) / (size_in + size_out)))
-
-
 @dataclass(frozen=True)
 class Curve:
-    """What a matrix of a layer gains and costs by rank."""
+    """Loss and cost of a matrix of a layer by SVD rank."""
 
-    losses: list[float]  # by rank, 0 first
-    rank_bytes: int  # of one more rank, over all experts
+    losses: list[float]  # by SVD rank, 0 first
+    cost: int  # of one SVD rank more, over all experts
 
 
-def allocate_ranks(curves: Mapping[Hashable, Curve], budget_bytes: int, step: int = 1) -> dict[Hashable, int]:
-    """Greedy: the next `step` ranks go where they lower the predicted loss most per byte. Losses of the curves are
+def allocate_svd_ranks(curves: Mapping[Key, Curve], budget: int, step: int = 1) -> dict[Key, int]:
+    """Greedy: the next `step` SVD ranks go where they lower the predicted loss most by cost. Losses of the curves are
     convex (eigenvalues descend), so this is the best there is, up to one step. Every matrix gets one step at least."""
-    ranks = {key: min(step, len(curve.losses) - 1) for key, curve in curves.items()}
-    left = budget_bytes - sum(rank * curves[key].rank_bytes for key, rank in ranks.items())
+    found = {key: min(step, len(curve.losses) - 1) for key, curve in curves.items()}
+    left = budget - sum(svd_rank * curves[key].cost for key, svd_rank in found.items())
 
-    def offer(key: Hashable) -> tuple[float, int, int]:
-        curve, rank = curves[key], ranks[key]
-        more = min(step, len(curve.losses) - 1 - rank)
-        return -(curve.losses[rank] - curve.losses[rank + more]) / max(1, more * curve.rank_bytes), order[key], more
+    def gain(key: Key, more: int) -> float:
+        losses, svd_rank = curves[key].losses, found[key]
+        return (losses[svd_rank] - losses[svd_rank + more]) / (more * curves[key].cost)
 
-    order = {key: i for i, key in enumerate(curves)}
-    by_order = list(curves)
-    heap = [offer(key) for key in curves]
-    heapq.heapify(heap)
-    while heap:
-        _, index, more = heapq.heappop(heap)
-        key = by_order[index]
-        cost = more * curves[key].rank_bytes
-        if more == 0 or cost > left:
-            continue  # full, or too dear; others may still fit
-        ranks[key] += more
-        left -= cost
-        heapq.heappush(heap, offer(key))
-    return ranks
+    while True:
+        steps = {key: min(step, len(curve.losses) - 1 - found[key]) for key, curve in curves.items()}
+        offers = {key: more for key, more in steps.items() if 0 < more * curves[key].cost <= left}
+        if not offers:
+            return found
+        best = max(offers, key=lambda key: gain(key, offers[key]))
+        found[best] += offers[best]
+        left -= offers[best] * curves[best].cost

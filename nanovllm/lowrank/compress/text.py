@@ -1,27 +1,31 @@
 """The text that experts are calibrated and measured on, as windows of token ids.
 
 Teacher-forced documents are best. Without any, the model writes its own from distinct prompts: a prompt that comes
-twice adds rows and no knowledge (lesson 33: 150 of 200 were repeats), so repeats are refused, not counted.
+twice adds rows and no information (in one calibration 150 of 200 were repeats), so repeats are refused, not counted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.errors import ConfigError
+from nanovllm.lowrank.folder import DISABLE
 
 WINDOW = 512
-PIECE = 4  # tokens of a prompt that is cut from a text: a few, so that the model writes most of it itself
-DISABLE = "NANOVLLM_DISABLE_SVD"
+HELD_OUT_EVERY = 10
+PROMPT_TOKENS = 4  # of a prompt that is cut from a text: a few, so that the model writes most of it itself
+EVAL_TOKENS = 10_240
+QUOTED_TOKENS = 16  # so many equal tokens in a row are a quotation, not chance
 
 _FORMS = (
     "Write a short story about {}.",
@@ -54,7 +58,7 @@ MAX_PROMPTS = len(_FORMS) * len(_SUBJECTS)
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows of token ids, padded on the right. A padded place is in no figure and no statistic."""
+    """Rows of token ids, padded on the right. Padding is in no figure and no statistic."""
 
     ids: torch.Tensor  # int64 [windows, length]
     lens: torch.Tensor  # int64 [windows]
@@ -72,6 +76,9 @@ class Windows:
     def num_tokens(self) -> int:
         return int(self.lens.sum())
 
+    def sequences(self) -> list[list[int]]:
+        return [ids[:n].tolist() for ids, n in zip(self.ids, self.lens.tolist())]
+
     def real(self) -> torch.Tensor:
         """bool [windows, length]."""
         return torch.arange(self.ids.shape[1]) < self.lens[:, None]
@@ -83,11 +90,9 @@ class Windows:
         return Windows(self.ids[rows], self.lens[rows])
 
 
-def join(parts: Sequence[Windows]) -> Windows:
-    return Windows.pack(
-        [ids[:n].tolist() for part in parts for ids, n in zip(part.ids, part.lens.tolist())],
-        max((part.ids.shape[1] for part in parts), default=0),
-    )
+def held_out(num_windows: int) -> torch.Tensor:
+    """bool [windows]: every tenth one, which no fit sees."""
+    return torch.arange(num_windows) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
 
 
 def read_tokens(tokenizer: Any, path: Path) -> list[int]:
@@ -110,46 +115,70 @@ def made_up_prompts(num_prompts: int) -> list[str]:
 
 def cut_prompts(tokens: list[int], num_prompts: int) -> list[list[int]]:
     """Different beginnings for the model to go on from, from anywhere in a text."""
-    starts = torch.randperm(max(0, len(tokens) - PIECE + 1), generator=torch.Generator().manual_seed(0)).tolist()
-    different = dict.fromkeys(tuple(tokens[start : start + PIECE]) for start in starts)
+    starts = torch.randperm(
+        max(0, len(tokens) - PROMPT_TOKENS + 1), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    different = dict.fromkeys(tuple(tokens[start : start + PROMPT_TOKENS]) for start in starts)
     prompts = list(itertools.islice(different, num_prompts))
     if len(prompts) < num_prompts:
         raise ConfigError(
-            f"--num-prompts {num_prompts}: the text has only {len(prompts)} different beginnings of {PIECE} tokens; "
-            f"give more text or --num-prompts {len(prompts)}"
+            f"--num-prompts {num_prompts}: the text has only {len(prompts)} different beginnings of {PROMPT_TOKENS} "
+            f"tokens; give more text or --num-prompts {len(prompts)}"
         )
     return [list(prompt) for prompt in prompts]
 
 
 @dataclass(frozen=True)
-class Writing:
-    """How the model writes its own calibration text."""
+class Source:
+    """Where the text of a calibration comes from. A text alone is run as it is; with prompts the model writes, from
+    excerpts of the text if there is one."""
 
+    text: Path | None = None
+    num_prompts: int | None = None  # None: 200 without a text, none with one
     max_new_tokens: int = 64
     temperature: float = 0.7
-    seed: int = 0
+    window: int = WINDOW
 
+    def windows(self, model_path: Path, tokenizer: Any, device: str) -> Windows:
+        num_prompts = (0 if self.text else 200) if self.num_prompts is None else self.num_prompts
+        tokens = read_tokens(tokenizer, self.text) if self.text else []
+        sequences = [tokens] if self.text else []
+        if num_prompts:
+            prompts = cut_prompts(tokens, num_prompts) if self.text else made_up_prompts(num_prompts)
+            sequences += self.generate(model_path, prompts, device)
+        windows = Windows.pack(sequences, self.window)
+        if not len(windows):
+            raise ConfigError("calibration: no text; give --text FILE or --num-prompts")
+        return windows
 
-def generate(model_path: Path, prompts: Sequence[Any], how: Writing, device: str) -> list[list[int]]:
-    """Prompt and continuation of each. Through the engine, which is fast at it; nothing is recorded here, so neither
-    its warm-up nor its padding can get into a statistic."""
-    from nanovllm.llm import LLM
-    from nanovllm.sampling_params import SamplingParams
+    def generate(self, model_path: Path, prompts: Sequence[Any], device: str) -> list[list[int]]:
+        """Prompt and continuation of each, by the engine. Nothing is recorded meanwhile, so neither its warm-up nor its
+        padding can get into a statistic."""
+        from nanovllm.llm import LLM
+        from nanovllm.sampling_params import SamplingParams
 
-    inputs = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
-    if len({str(p) for p in inputs}) < len(inputs):
-        raise ConfigError("calibration prompts repeat; a repeat adds rows and no knowledge")
-    params = SamplingParams(temperature=how.temperature, max_tokens=how.max_new_tokens)
-    options = {"device": device, "seed": how.seed, "max_num_seqs": 64, "enforce_eager": True}
-    with low_rank_allowed(False), LLM(str(model_path), **options) as llm:
-        outputs = llm.generate(inputs, params, use_tqdm=sys.stderr.isatty())
-    return [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+        inputs = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
+        if len({str(p) for p in inputs}) < len(inputs):
+            raise ConfigError("calibration prompts repeat; a repeat adds rows and no information")
+        params = SamplingParams(temperature=self.temperature, max_tokens=self.max_new_tokens)
+        options: dict[str, Any] = {"device": device, "seed": 0, "max_num_seqs": 64, "enforce_eager": True}
+        with low_rank_allowed(False), LLM(str(model_path), **options) as llm:
+            outputs = llm.generate(inputs, params, use_tqdm=sys.stderr.isatty())
+        return [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        """All that the windows depend on, besides the model."""
+        found = {**asdict(self), "text": None}
+        if self.text:
+            with suppress(OSError):  # `read_tokens` reports it
+                found["text"] = hashlib.blake2b(Path(self.text).read_bytes(), digest_size=16).hexdigest()
+        return found
 
 
 @contextmanager
 def low_rank_allowed(allowed: bool) -> Iterator[None]:
-    """Whether engines opened meanwhile look for low-rank experts beside the model; a teacher must not: a student is no
-    teacher."""
+    """Whether engines that are opened meanwhile use low-rank experts beside the model. A teacher must not: its text
+    would be that of the compressed model."""
     before = os.environ.get(DISABLE)
     os.environ[DISABLE] = "0" if allowed else "1"
     try:
@@ -159,3 +188,26 @@ def low_rank_allowed(allowed: bool) -> Iterator[None]:
             del os.environ[DISABLE]
         else:
             os.environ[DISABLE] = before
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def evaluation_windows(tokenizer: Any, text: Path, max_tokens: int = EVAL_TOKENS, window: int = WINDOW) -> Windows:
+    """The first `max_tokens` tokens, in whole windows."""
+    tokens = read_tokens(tokenizer, text)[:max_tokens]
+    whole = len(tokens) // window * window
+    if not whole:
+        raise ConfigError(f"--text {text}: {len(tokens)} tokens, fewer than one window of {window}; give a longer text")
+    return Windows.pack([tokens[:whole]], window)
+
+
+def share_seen(windows: Windows, calibration: Windows) -> float:
+    """`windows` are cut into runs of QUOTED_TOKENS tokens: the share of these that stand somewhere in the
+    calibration."""
+    size = QUOTED_TOKENS
+    runs = {tuple(ids[i : i + size]) for ids in windows.ids.tolist() for i in range(0, len(ids) - size + 1, size)}
+    found = set()
+    for ids in calibration.sequences():
+        found |= runs.intersection(zip(*(ids[i : len(ids) - size + 1 + i] for i in range(size))))
+    return len(found) / len(runs)

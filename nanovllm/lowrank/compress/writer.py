@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,14 +33,14 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Kind:
-    """What a folder of one command looks like."""
+    """The content of a folder of one command."""
 
-    format: str  # JSON files of the names `marks` have it under "format": one of them is the proof
+    format: str  # one JSON file of the names `marks` must have it under "format"
     marks: tuple[str, ...]
-    names: tuple[str, ...]  # patterns of all else that is put in such a folder
+    names: tuple[str, ...]  # patterns of all other files and folders in it
 
     def strangers(self, folder: Path) -> list[str]:
-        """What must not be deleted with it: all, unless the folder is of this kind."""
+        """What must not be deleted with it: everything, unless the folder is of this kind."""
         found = sorted(path.name for path in folder.iterdir())
         if not any(self._proves(folder / mark) for mark in self.marks):
             return found
@@ -106,7 +106,7 @@ def replace_folder(partial: Path, folder: Path, kind: Kind) -> None:
 @contextmanager
 def writing_to(folder: Path, kind: Kind) -> Iterator[None]:
     """No other run writes there meanwhile, and no other files are in the way. A full disk or a missing right is an
-    error that says what became of the work."""
+    error that states what became of the work."""
     missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _is_at(path: Path, file: IO[str]) -> bool:
-    """Locks the file, and says whether it is still the one of this name."""
+    """Locks the file; True if it is still the one of this name."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -163,15 +163,29 @@ def _is_at(path: Path, file: IO[str]) -> bool:
         return False
 
 
-def save_file(tensors: dict[str, torch.Tensor], path: str) -> None:
-    """With the rights of any new file here, by umask: safetensors 0.8 writes by way of a temporary file, which only its
-    owner may read."""
-    file = Path(path)
-    file.touch()
-    mode = file.stat().st_mode
-    save_private(tensors, path)
-    if file.stat().st_mode != mode:
-        file.chmod(mode)
+def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """There is no file of this name until it is whole. It has the rights of any new file, by umask: safetensors 0.8
+    writes a temporary file that only its owner may read."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.touch()
+    mode = unfinished.stat().st_mode
+    save_private(tensors, str(unfinished))
+    unfinished.chmod(mode)
+    os.replace(unfinished, path)
+
+
+def is_same_job(partial: Path, state: dict[str, Any]) -> bool:
+    """Whether `partial` was left by a killed run of the same job: all that its files depend on is in `state`."""
+    try:
+        return json.loads((partial / STATE).read_text(encoding="utf-8")) == json.loads(json.dumps(state))
+    except (OSError, ValueError):
+        return False
+
+
+def start_over(partial: Path, kind: Kind, state: dict[str, Any]) -> None:
+    remove_folder(partial, kind)
+    partial.mkdir()
+    (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
 
 
 def check_room(folder: Path, num_bytes: int) -> None:

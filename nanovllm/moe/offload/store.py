@@ -1,20 +1,20 @@
-"""ExpertStore: where experts wait for their turn, in page-locked host memory or on disk.
+"""ExpertStore: where experts are while they are not on the device, in page-locked host memory or on disk.
 
-An expert is one block of numbers, [gate | up | down], the form it has in a slot of the device: one copy brings it
-there. Its sizes are the layer's own (weights/expert_form.py): ranks differ from layer to layer. One of several ranks
-of a tensor-parallel engine stores, and reads, its own share of each expert. Blocks are locked one
-by one until the limit is reached or the system refuses; the other experts stay in the model's files and are read when
-they are wanted, in chunks through two small locked buffers: while one chunk travels to the device the next is read.
-That tier is as slow as the disk, and it needs no memory.
+An expert is one block of numbers, [gate | up | down], the form it has in an expert buffer: one copy brings it there.
+Its sizes are the layer's own (weights/expert_form.py): those of low-rank experts differ from layer to layer. One of
+several ranks of a tensor-parallel engine stores, and reads, its own share of each expert. Blocks are locked one by one
+until the limit is reached or the system refuses; the other experts stay in the model's files and are read when they
+are wanted, in chunks through two small locked buffers: while one chunk travels to the device the next is read. That
+tier is as slow as the disk, and it needs no memory.
 
-Where there is one, an expert does not keep its block for ever (cache.py says why): `save` gives it to another
-expert of the layer, whose bytes come back from the device. Files never change, so whatever interrupts that, an expert
-without a block is read from its file.
+Where some experts are in memory and some are not, an expert does not keep its block for ever (cache.py says why):
+`save` gives it to another expert of the layer, whose bytes come back from the device. Files never change, so after any
+interrupt an expert without a block is read from its file.
 
 Files are read with `preadv`, not through a mapping: a file that shrinks while it is served is then an error with its
 name. Numbers of another dtype than the device computes in are converted chunk by chunk. Low-rank experts are stored in
-another form than they are computed in: from disk they are read and turned a matrix at a time, into memory of its own.
-Correct, and slower still.
+another form than they are computed in: from disk they are read and transposed a matrix at a time, into memory of its
+own. Correct, and slower still.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -35,34 +35,27 @@ from nanovllm.hardware.copies import CopyStream, Mark
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Shard
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
-from nanovllm.memory.budget import fit_host
+from nanovllm.memory.budget import GIB, fit_host, gib
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import DOWN, ExpertForm
-from nanovllm.weights.loader import OnDisk, Place, ShardPlace, as_place
+from nanovllm.weights.loader import LoadTarget, OnDisk, ShardTarget, as_target
 from nanovllm.weights.safetensors_folder import Location
 
 logger = logging.getLogger("nanovllm")
 
 CHUNK_BYTES = 16 << 20
 HOST_SHARE = 0.8  # of the memory that is available, if the user sets no limit
-GIB = 2**30
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`numel` and `num_bytes` are those of the largest expert, of which every slot has room for one."""
+    """`numel` and `num_bytes` are those of the largest expert, of which every buffer has room for one."""
 
     layers: tuple[int, ...]  # numbers of the sparse layers in the model
     num_experts: int  # in one layer
     forms: tuple[ExpertForm, ...]  # of the sparse layers; of this rank's share of an expert
     dtype: torch.dtype
     shards: tuple[dict[str, Shard], ...] = ()  # by layer: part -> which piece of the checkpoint's tensor that share is
-
-    @classmethod
-    def dense(
-        cls, layers: tuple[int, ...], num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype
-    ) -> ExpertShape:
-        return cls(layers, num_experts, (ExpertForm.dense(hidden, intermediate),) * len(layers), dtype)
 
     @cached_property
     def numel(self) -> int:
@@ -124,13 +117,6 @@ class _Part:
             start, count = start + size, count - size
 
 
-@dataclass
-class _File:
-    """An expert on disk."""
-
-    parts: dict[str, _Part] = field(default_factory=dict)
-
-
 class ExpertStore:
     def __init__(
         self,
@@ -148,10 +134,10 @@ class ExpertStore:
         self._blocks: list[list[HostBlock]] = [[] for _ in shape.layers]  # by layer
         self.held: list[dict[int, HostBlock]] = [{} for _ in shape.layers]  # expert -> the one that holds it now
         self._saved: Mark | None = None
-        self._files: dict[tuple[int, int], _File] = {}
+        self._files: dict[tuple[int, int], dict[str, _Part]] = {}  # (layer, expert) -> its parts on disk
         self._open: dict[Path, int] = {}
         self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
-        self._turned: tuple[str, torch.Tensor] | None = None  # a matrix that several chunks take their numbers from
+        self._converted: tuple[str, torch.Tensor] | None = None  # a matrix that several chunks take their numbers from
         self._chunks: list[_Chunk] = []
         self._next_chunk = 0
         try:
@@ -166,7 +152,7 @@ class ExpertStore:
         shape, layers = self.shape, range(len(self.shape.layers))
         keys = [(layer, expert) for expert in range(shape.num_experts) for layer in reversed(layers)]
         fitting = fit_host(host_bytes, shape.layer_bytes, shape.num_experts)
-        reason = f"the limit is {host_bytes / GIB:.2f} GiB"
+        reason = f"the limit is {gib(host_bytes)}"
         for layer, expert in keys[: sum(fitting)]:
             try:
                 block = HostBlock(shape.forms[layer].numel, shape.dtype, device)
@@ -181,10 +167,10 @@ class ExpertStore:
     def _stay_on_disk(self, keys: list[tuple[int, int]], reason: str, device: Device, num_left: int) -> None:
         """`num_left`: so many have no room on the device either."""
         sizes, num_rest = self.shape.layer_bytes, len(keys) - self.num_in_memory
-        locked = sum(size * len(blocks) for size, blocks in zip(sizes, self._blocks)) / GIB
-        wanted = sum(sizes) * self.shape.num_experts / GIB
-        figures = f"{locked:.2f} of {wanted:.2f} GiB of experts are in locked host memory ({reason})"
-        remedy = f"give expert_host_gb={-(-wanted * 100 // 1) / 100} (and a machine that has it)"
+        locked = sum(size * len(blocks) for size, blocks in zip(sizes, self._blocks))
+        wanted = sum(sizes) * self.shape.num_experts
+        figures = f"{gib(locked)} of {gib(wanted)} of experts are in locked host memory ({reason})"
+        remedy = f"give expert_host_gb={math.ceil(wanted / GIB * 100) / 100} (and a machine that has it)"
         if self._checkpoint is None:
             raise ConfigError(f"{figures}, and dummy weights have no files to read the others from: {remedy}")
         names = self._checkpoint.names()
@@ -193,27 +179,23 @@ class ExpertStore:
                 f"{figures}, and experts in a GGUF file cannot be read from disk as they are needed: {remedy}, or use "
                 "the model's safetensors"
             )
-        figures += f"; the other {num_rest} of {len(keys)} are read from disk "
+        figures += f"; the other {num_rest} of {len(keys)} are read from disk"
         if num_left == 0:
-            logger.info("%sonce: host and device together hold all", figures)
+            logger.info("%s once: host and device together hold all", figures)
         else:
-            logger.warning(
-                "%swhen they are needed, which is slow, but for %d that the device has room for: %s",
-                figures,
-                num_rest - num_left,
-                remedy,
-            )
-        self._files = {key: _File() for key in keys}
+            rest = f"except {num_rest - num_left} that the device has room for"
+            logger.warning("%s whenever they are needed, %s. That is slow: %s", figures, rest, remedy)
+        self._files = {key: {} for key in keys}
         size = min(CHUNK_BYTES // self.shape.dtype.itemsize, self.shape.numel)
         try:
             self._chunks = [_Chunk(HostBlock(size, self.shape.dtype, device)) for _ in range(2)]
         except MemoryError as error:
             raise ConfigError(f"not even {2 * CHUNK_BYTES >> 20} MiB of host memory can be locked ({error})") from error
 
-    def places(self) -> dict[str, dict[str, Place]]:
+    def places(self) -> dict[str, dict[str, LoadTarget]]:
         """For the loader: parameter as it would be called -> part -> where it goes."""
         shape = self.shape
-        places: dict[str, dict[str, Place]] = {}
+        places: dict[str, dict[str, LoadTarget]] = {}
         for layer, number in enumerate(shape.layers):
             gate_up = places[f"layers.{number}.mlp.experts.gate_up.weight"] = {}
             down = places[f"layers.{number}.mlp.experts.down.weight"] = {}
@@ -222,16 +204,16 @@ class ExpertStore:
                 gate_up[f"{expert}.gate"], gate_up[f"{expert}.up"], down[str(expert)] = parts
         return places
 
-    def _expert_places(self, layer: int, expert: int) -> list[Place]:
+    def _expert_places(self, layer: int, expert: int) -> list[LoadTarget]:
         form, block = self.shape.forms[layer], self.held[layer].get(expert)
-        copies: list[torch.Tensor | ShardPlace | None] = [None] * 3
+        copies: list[torch.Tensor | ShardTarget | None] = [None] * 3
         if block is not None:
             gate_up, down = self.shape.views(block.tensor, layer)
             targets = zip(form.parts, (*gate_up.split(form.intermediate), down))
-            copies = [as_place(target, self.shape.shard(layer, part)) for part, target in targets]
+            copies = [as_target(target, self.shape.shard(layer, part)) for part, target in targets]
         if not self._files:
             return [copy for copy in copies if copy is not None]
-        places: list[Place] = []
+        places: list[LoadTarget] = []
         for (part, size), copy in zip(form.parts.items(), copies):
             shard, whole = self.shape.shard(layer, part), list(size)
             if shard is not None:
@@ -243,7 +225,7 @@ class ExpertStore:
         assert self._checkpoint is not None
         location = self._checkpoint.location(name)
         columns, shard = self.shape.forms[key[0]].parts[part][1], self.shape.shard(key[0], part)
-        self._files[key].parts[part] = _Part(name if location is None else location, columns, shard)
+        self._files[key][part] = _Part(name if location is None else location, columns, shard)
         if location is None:
             return
         if location.path not in self._open:  # now: another file of that name may have other numbers later
@@ -261,7 +243,7 @@ class ExpertStore:
         return sum(self.num_blocks)
 
     def num_on_disk(self, quotas: Sequence[int]) -> int:
-        """Experts that neither host memory nor the cached slots have room for."""
+        """Experts that neither host memory nor the cached buffers have room for."""
         return sum(max(self.shape.num_experts - blocks - quota, 0) for blocks, quota in zip(self.num_blocks, quotas))
 
     def in_memory(self, layer: int, expert: int) -> bool:
@@ -276,8 +258,9 @@ class ExpertStore:
         return next((block.tensor for blocks in self._blocks for block in blocks), None)
 
     def save(self, layer: int, expert: int, instead: int | None, memory: torch.Tensor) -> None:
-        """Queues the copy of a whole expert from `memory`, a slot, to the block of another one of its layer. The block
-        belongs to neither until the copy is queued; None: to one that an interrupt left so."""
+        """Queues the copy of a whole expert from `memory`, that of its buffer, to the block of the expert `instead` of
+        the same layer. The block belongs to neither until the copy is queued; None: a block that an interrupt left
+        so."""
         held = self.held[layer]
         block = (set(self._blocks[layer]) - set(held.values())).pop() if instead is None else held.pop(instead)
         self._stream.copy(block.tensor, memory[: len(block.tensor)])
@@ -290,7 +273,7 @@ class ExpertStore:
             self._stream.copy(memory[start:stop], self.held[layer][expert].tensor[start:stop])
             return
         file = self._files[layer, expert]
-        assert len(file.parts) == 3, "the loader has told where it is"
+        assert len(file) == 3, "the loader recorded where each part is"
         while start < stop:
             end = min(stop, start + len(self._chunks[0].block.tensor))
             chunk = self._chunks[self._next_chunk]
@@ -303,14 +286,14 @@ class ExpertStore:
             chunk.sent = self._stream.mark_copies()
             start = end
 
-    def _read(self, layer: int, file: _File, start: int, buffer: torch.Tensor) -> None:
+    def _read(self, layer: int, file: dict[str, _Part], start: int, buffer: torch.Tensor) -> None:
         """Numbers from `start` of the block [gate | up | down]; a chunk may reach over two of them."""
         begin = 0
         for part, (rows, columns) in self.shape.forms[layer].parts.items():
             end = begin + rows * columns
             first, last = max(start, begin), min(start + len(buffer), end)
             if first < last:
-                self._read_part(file.parts[part], first - begin, buffer[first - start : last - start])
+                self._read_part(file[part], first - begin, buffer[first - start : last - start])
             begin = end
 
     def _read_part(self, part: _Part, start: int, buffer: torch.Tensor) -> None:
@@ -321,7 +304,7 @@ class ExpertStore:
         raw = buffer
         if location.dtype != buffer.dtype:
             raw = self._raw[: len(buffer) * location.dtype.itemsize].view(location.dtype)
-        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize
+        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize  # type: ignore[arg-type]
         for first, count in part.spans(start, len(buffer)):
             self._pread(location, location.offset + first * size, view[: count * size])
             view = view[count * size :]
@@ -344,21 +327,22 @@ class ExpertStore:
     def _in_our_format(self, name: str, shard: Shard | None) -> torch.Tensor:
         """All our numbers of a tensor in our form. Chunks of it follow each other, so the last one is kept."""
         assert self._checkpoint is not None
-        if self._turned is None or self._turned[0] != name:
-            self._turned = None  # before the next is allocated
+        if self._converted is None or self._converted[0] != name:
+            self._converted = None  # before the next is allocated
             if shard is None:
                 found = self._checkpoint.read(name)
             else:
-                found = self._checkpoint.read_piece(name, shard.dim, shard.start, shard.length)
-            self._turned = name, found.flatten()
-        return self._turned[1]
+                found = self._checkpoint.read_slice(name, shard.dim, shard.start, shard.length)
+            self._converted = name, found.flatten()
+        return self._converted[1]
 
     def close(self) -> None:
         """Copies must have ended: memory is unlocked here."""
         for block in [*chain(*self._blocks), *(chunk.block for chunk in self._chunks)]:
             block.close()
-        for memory in (*self._blocks, *self.held, self._chunks):
-            memory.clear()
+        self._blocks, self._chunks = [], []
+        for held in self.held:  # the cache has the same dicts
+            held.clear()
         while self._open:
             os.close(self._open.popitem()[1])
 

@@ -41,7 +41,7 @@ TIMEOUT_SECONDS = 120
 
 @functools.cache
 def load_library() -> ctypes.CDLL | str:
-    """The compiled kernels, or why there are none. Asked once a process; the answer never changes."""
+    """The compiled kernels, or why there are none. Computed once a process."""
     if os.environ.get("NANOVLLM_NATIVE", "1") == "0":
         return "turned off by NANOVLLM_NATIVE=0"
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")

@@ -29,7 +29,7 @@ static inline float exp_(float x) {
     return p * scale;
 }
 
-/* Inlined with a constant size wherever the callers below know one: short loops of unknown length are all remainder. */
+/* Inlined with a constant size wherever the callers below have one: short loops of unknown length are all remainder. */
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE float dot(const float *a, const float *b, int64_t n) {

@@ -1,6 +1,6 @@
 """The operators of kernels.c behind the signatures of their plain twins.
 
-What the kernels do not take (another dtype, strange strides) goes to the twin, so a caller need not know.
+What the kernels do not take (another dtype, other strides) goes to the twin.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Triton compiles a kernel at its first launch, one after the other: ten seconds of waiting for a model's two dozen
 variants when nothing is in its cache on disk yet. Most of a compilation runs outside Python's lock, so threads help.
-Which variants a model needs is written nowhere: it follows from the arguments of its launches. So the launches
-themselves are asked: `compile_ahead(function)` runs the function with every launch turned into a mere warm-up (nothing
-runs on the GPU, so no kernel can trip over what another did not write), and a hook in Triton hands what would be
-compiled to a thread instead. What is missed here is compiled at its first launch, as always.
+Which variants a model needs follows from the arguments of its launches. So `compile_ahead(function)` runs the function
+with every launch turned into a mere warm-up (nothing runs on the GPU, so no kernel reads what another did not write),
+and a hook in Triton hands what would be compiled to a thread instead. A variant that is missed here is compiled at its
+first launch, as always.
 """
 
 import os
@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 def compile_ahead(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Returns at once after the function; call what is returned to wait for the compilations. A kernel that does not
-    compile says so at its real launch, with its arguments on the stack."""
+    compile raises at its real launch, with its arguments on the stack."""
     pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="compile")
     jobs: dict[Any, Future[None]] = {}
     caller = threading.get_ident()

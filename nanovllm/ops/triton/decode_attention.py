@@ -1,10 +1,11 @@
-"""Paged attention for one query a sequence: flash attention turned on its side (twin: `ops/attention.py`).
+"""Paged attention for one query a sequence: flash attention split over the keys (twin: `ops/attention.py`).
 
 With one query there is nothing to reuse: every key and value is read once, for a handful of multiplications, so the
 kernel's only job is to keep the memory busy. Four decisions follow.
 
 Pack the heads. The GROUP query heads that share a kv head are the rows of one tile, padded to 16 because a tensor-core
-product has at least 16 rows. Keys are read once for all of them; the padding rows cost nothing, the cores are idle.
+product has at least 16 rows. Keys are read once for all of them; the padding rows cost nothing, since memory is
+the limit, not arithmetic.
 
 Split the keys. Batch * num_kv_heads programs are too few to fill a card at small batch, so a sequence's keys are cut
 into `num_splits` ranges, each owned by one program, which runs the online softmax (derived in `prefill_attention.py`)
@@ -53,7 +54,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.triton.common import LOG2E, LOWEST, capability, dot, next_power_of_2, num_multiprocessors
-from nanovllm.ops.triton.prefill_attention import key_offsets, page_ids, softmax_step
+from nanovllm.ops.triton.prefill_attention import check_paged, key_offsets, page_ids, softmax_step
 
 MIN_KEYS = 64  # a split shorter than this costs more to merge than it saves
 MAX_SPLITS = 64
@@ -125,18 +126,9 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["context_lens_ptr"])
 def merge_kernel(
-    parts_ptr,
-    logsums_ptr,
-    out_ptr,
-    context_lens_ptr,
-    num_splits,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    STEP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    parts_ptr, logsums_ptr, out_ptr, context_lens_ptr, num_splits, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Weighted mean of one (row, q head)'s parts, TILE at a time, with the recurrence of the online softmax."""
     row_head = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row_head // NUM_Q_HEADS)
@@ -249,19 +241,11 @@ def decode_attention(
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_q_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    assert k_cache.stride() == v_cache.stride()
-    assert k_cache.stride(3) == 1
-    assert q.stride(2) == 1
-    assert q.stride(1) == head_dim
-    assert out.is_contiguous()
+    check_paged(q, k_cache, v_cache, out)
     splits = launch.num_splits
     workspace = workspace or DecodeWorkspace.allocate(batch, num_q_heads, launch, head_dim, q.device)
-    shared = {
-        "HEAD_DIM": head_dim,
-        "D": next_power_of_2(head_dim),
-        "STEP": max(MIN_KEYS, launch.block_n),
-        "WINDOW": window or 0,
-    }
+    shared = {"HEAD_DIM": head_dim, "D": next_power_of_2(head_dim), "WINDOW": window or 0}
+    shared["STEP"] = max(MIN_KEYS, launch.block_n)
     decode_kernel[(batch * num_kv_heads, splits)](
         q, k_cache, v_cache, out, workspace.parts, workspace.logsums, context_lens, block_tables,
         scale * LOG2E, q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
@@ -269,16 +253,9 @@ def decode_attention(
         BLOCK_N=launch.block_n, **shared, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if splits > 1:
+        parts = (workspace.parts, workspace.logsums)
         merge_kernel[(batch * num_q_heads,)](
-            workspace.parts,
-            workspace.logsums,
-            out,
-            context_lens,
-            splits,
-            NUM_Q_HEADS=num_q_heads,
-            **shared,
-            TILE=MERGE_TILE,
-            num_warps=2,
+            *parts, out, context_lens, splits, NUM_Q_HEADS=num_q_heads, **shared, TILE=MERGE_TILE, num_warps=2
         )
     return out
 

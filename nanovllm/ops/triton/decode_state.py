@@ -5,7 +5,7 @@ sampled `sampled`, for every live row: the token becomes the next input, positio
 slot of the new token is looked up in the block table (whose blocks the host reserved ahead), and the token goes to
 column `step` of the output buffer, from which the host copies k tokens at once. A row with context length 0 is padding
 and stays as it is, with slot -1. A position past the block table also gets slot -1: the host reserved too little, and a
-lost token is better than a write into somebody else's block.
+lost token is better than a write into a block of another sequence.
 
 One program owns all rows, because it also counts `step` up: with several, one could do so before another has read it.
 At 256 rows that is one pass of a few hundred nanoseconds.

@@ -7,7 +7,7 @@ neighbouring lanes neighbouring bytes, BLOCK_K columns at a time, multiply by th
 one shuffle tree a chunk gives the row's dot product. A single warp needs no shared memory and no barrier, the 1-D tile
 of x lies in the lanes exactly as the weight's columns do, and no two programs share an output, so the result does not
 depend on timing. To hide a latency of 0.7 us at 4.4 TB/s some 24 KB must be in flight on every multiprocessor: with
-1024 outputs (8 warps on each) a warp must ask for 4 KB before it waits, which is why few outputs want a long BLOCK_K.
+1024 outputs (8 warps on each) a warp must request 4 KB before it waits, which is why few outputs need a long BLOCK_K.
 
 A program computes its outputs for all rows of x. Fusions, each a constexpr, make a batch-1 layer seven kernels:
 
@@ -77,7 +77,7 @@ def gemv_kernel(
 
 @triton.jit
 def _load_weight(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """evict_first: a weight is read once a step, and the cache has better uses."""
+    """evict_first: a weight is read once a step, and need not stay in the cache."""
     if SIZE % BLOCK_K == 0:
         w = tl.load(ptrs + k[None, :], eviction_policy="evict_first")
     else:

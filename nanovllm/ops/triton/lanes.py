@@ -1,10 +1,10 @@
 """Lanes: the rows of a captured decode graph, filled from the sequences that run now.
 
 A running sequence keeps one *row* of device memory for life: its newest token and its block table. A graph of batch
-size B computes *lanes* 0..B-1, dense and in place. `begin` points lanes at rows when the host visits: the host says the
-row, the position and, where it knows it, the token; -1 means "the one you sampled yourself", which is how a step
-can be queued before the host has seen the tokens of the last. A lane without a row (-1) is padding: context length 0,
-slot -1, and no kernel reads or writes for it.
+size B computes *lanes* 0..B-1, dense and in place. `begin` points lanes at rows when the host visits: the host uploads
+the row, the position and, where it has it, the token; -1 stands for the row's newest token on the device, which is how
+a step can be queued before the tokens of the last are on the host. A lane without a row (-1) is padding: context
+length 0, slot -1, and no kernel reads or writes for it.
 
 One program owns one lane.
 """

@@ -1,4 +1,4 @@
-"""`expert_pairs` on a GPU (twin and contract: `ops/moe.py`): the kernels put together as the number of tokens asks.
+"""`expert_pairs` on a GPU (twin and contract: `ops/moe.py`): the kernels, put together by the number of tokens.
 
     a token or two       gemv      every pair by itself: gate + up + SiLU, down + router weight
     decode, small steps  tiles     align, gate + up + SiLU, down + router weight
@@ -7,7 +7,7 @@
 Low-rank experts (a split x, a product `between`) take the first two only.
 
 Shapes of all buffers and grids follow from T, k and S, nothing waits for the host: every path can be captured. The rows
-of an expert are computed alike whatever other pairs are in the call, since T and not the pairs choose the plan.
+of an expert are computed alike whatever other pairs are in the call, since tiles are chosen by T and not by the pairs.
 """
 
 import torch
@@ -17,23 +17,23 @@ from nanovllm.ops.triton.moe_align import align
 from nanovllm.ops.triton.moe_gemm import between_gemm, down_gemm, gate_up_gemm
 from nanovllm.ops.triton.moe_gemv import between_gemv, down_gemv, gate_up_gemv
 from nanovllm.ops.triton.moe_grouped import grouped_pairs
-from nanovllm.ops.triton.moe_tiles import MoeShape, TileChoice, choose_plan
+from nanovllm.ops.triton.moe_tiles import MoeShape, TileChoice, choose_tiles
 
 
 def expert_pairs(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    slots: torch.Tensor,
+    buffers: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
-    plan: TileChoice | None = None,
+    choice: TileChoice | None = None,
     *,
     between: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, H], gate_up [S, 2I, H], down [S, H, I], slots int32 [T, k], weights float32 [T, k] -> out [T, k, H]; for
+    """x [T, H], gate_up [S, 2I, H], down [S, H, I], buffers int32 [T, k], weights float32 [T, k] -> out [T, k, H]; for
     low-rank experts as in `ops/moe.py`."""
-    (num_slots, twice, columns), (num_tokens, top_k), size = gate_up.shape, slots.shape, down.shape[2]
+    (num_buffers, twice, columns), (num_tokens, top_k), size = gate_up.shape, buffers.shape, down.shape[2]
     is_split = x.shape[1] != columns
     out = torch.empty((num_tokens, top_k, down.shape[1]), dtype=x.dtype, device=x.device) if out is None else out
     if num_tokens == 0:
@@ -43,23 +43,23 @@ def expert_pairs(
     assert gate_up.stride()[1:] == (columns, 1)
     assert down.stride()[1:] == (size, 1)
     assert between is None or (between.is_contiguous() and between.shape == (size, twice // 2))
-    assert all(tensor.is_contiguous() for tensor in (slots, weights, out))
-    if plan is None:
+    assert all(tensor.is_contiguous() for tensor in (buffers, weights, out))
+    if choice is None:
         is_low_rank = is_split or between is not None
         sizes = (down.shape[1], size) if is_low_rank else None
-        plan = choose_plan(num_tokens, MoeShape(columns, twice // 2, top_k, x.dtype, sizes), x.device)
-    if plan.kind == "gemv":
-        active = gate_up_gemv(x, gate_up, slots, (plan.gate_up.block_n, plan.gate_up.block_k))
+        choice = choose_tiles(num_tokens, MoeShape(columns, twice // 2, top_k, x.dtype, sizes), x.device)
+    if choice.kind == "gemv":
+        active = gate_up_gemv(x, gate_up, buffers, (choice.gate_up.block_n, choice.gate_up.block_k))
         if between is not None:
-            active = between_gemv(active, between, slots, choose_block(1, twice // 2, size, False))
-        down_gemv(active, down, slots, weights, out, (plan.down.block_n, plan.down.block_k))
+            active = between_gemv(active, between, buffers, choose_block(1, twice // 2, size, False))
+        down_gemv(active, down, buffers, weights, out, (choice.down.block_n, choice.down.block_k))
         return out
-    rows = align(slots, num_slots, plan.block_m)
-    if plan.kind == "grouped":
+    rows = align(buffers, num_buffers, choice.block_m)
+    if choice.kind == "grouped":
         grouped_pairs(x, gate_up, down, rows, weights, out)
         return out
-    active = gate_up_gemm(x, gate_up, rows, top_k, plan.block_m, plan.gate_up)
+    active = gate_up_gemm(x, gate_up, rows, top_k, choice.block_m, choice.gate_up)
     if between is not None:
-        active = between_gemm(active, between, rows, plan.block_m, plan.down)
-    down_gemm(active, down, rows, weights, out, plan.block_m, plan.down)
+        active = between_gemm(active, between, rows, choice.block_m, choice.down)
+    down_gemm(active, down, rows, weights, out, choice.block_m, choice.down)
     return out

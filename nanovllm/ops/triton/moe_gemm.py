@@ -3,19 +3,20 @@
 GEMM 1:  active[i] = silu(gate[s] @ x[t]) * (up[s] @ x[t])      rows gathered from x, written in sorted order
 GEMM 2:  out[pair] = weights[pair] * (down[s] @ active[i])       sorted rows read, scattered to their pairs
 
+where sorted position i holds `pair` = order[i], of token t = pair // k, whose expert is in buffer s. GEMM 1 keeps a
+tile of gate and the same tile of up in registers, so the [pairs, 2I] product never reaches memory; GEMM 2 applies the
+router's weight in fp32, and as no two pairs share an output the k results of a token are added later in a fixed order
+(`sum_pairs`).
+
 Low-rank experts (`ops/moe.py`): with SPLIT, `up` reads the second half of a row of x. With SHARED, GEMM 2 is the
-product that stands between the two: one weight for all slots, no router's weight, rows stay in sorted order.
+product that stands between the two: one weight for all buffers, no router's weight, rows stay in sorted order.
 
-where sorted position i holds `pair` = order[i], of token t = pair // k and slot s. GEMM 1 keeps a tile of gate and the
-same tile of up in registers, so the [pairs, 2I] product never reaches memory; GEMM 2 applies the router's weight in
-fp32, and as no two pairs share an output the k results of a token are added later in a fixed order (`sum_pairs`).
-
-A tile is one block of positions (one slot, at most BLOCK_M rows) by BLOCK_N outputs, over all of K: every sum has one
-owner and one order. Nothing about a tile depends on other slots' pairs but where it runs. That is the promise of
+A tile is one block of positions (one buffer, at most BLOCK_M rows) by BLOCK_N outputs, over all of K: every sum has one
+owner and one order. Nothing about a tile depends on other buffers' pairs but where it runs. That is the promise of
 `ops/moe.py`, and why K is never cut between programs by how many experts happen to be in the call.
 
 Grid. How many tiles there are is known only on the device. A fixed number of programs walks over them, stepping by the
-grid's size, so a captured graph is right for every routing and a pool of hundreds of slots costs no empty programs.
+grid's size, so a captured graph is right for every routing and a pool of hundreds of buffers costs no empty programs.
 PROGRAMS_PER_SM is well over what fits at once: the hardware hands out programs as others end, and the ones with one
 tile less come last, which keeps the end of the kernel short. Order: GROUP blocks side by side for one column of
 tiles, then the next column. Blocks of one expert are neighbours, so its weight tile is read from memory once and GROUP
@@ -70,7 +71,7 @@ def _load_rows(ptrs, k, valid, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["order_ptr", "blocks_ptr"])
 def gate_up_kernel(
-    x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, out_ptr, x_stride, slot_stride,
+    x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, out_ptr, x_stride, buffer_stride,
     SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
@@ -78,13 +79,13 @@ def gate_up_kernel(
     num_columns: tl.constexpr = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), num_blocks * num_columns, tl.num_programs(0)):
         block, column = _find_tile(tile, num_blocks, num_columns, GROUP)
-        slot = tl.load(blocks_ptr + block * 3).to(tl.int64)
+        buffer = tl.load(blocks_ptr + block * 3).to(tl.int64)
         row = tl.load(blocks_ptr + block * 3 + 1) + tl.arange(0, BLOCK_M)
         valid = row < tl.load(blocks_ptr + block * 3 + 2)
         token = tl.load(order_ptr + row, mask=valid, other=0) // TOP_K
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         # Outputs past the end read row 0: cheaper than a mask on every weight.
-        gate_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
+        gate_ptrs = weight_ptr + buffer * buffer_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
         up_ptrs = gate_ptrs + OUT_SIZE * SIZE
         x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -103,7 +104,7 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["order_ptr", "blocks_ptr", "weights_ptr"])
 def down_kernel(
-    x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, weights_ptr, out_ptr, slot_stride,
+    x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, weights_ptr, out_ptr, buffer_stride,
     SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
@@ -111,16 +112,16 @@ def down_kernel(
     num_columns: tl.constexpr = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), num_blocks * num_columns, tl.num_programs(0)):
         block, column = _find_tile(tile, num_blocks, num_columns, GROUP)
-        slot = tl.load(blocks_ptr + block * 3).to(tl.int64)
+        buffer = tl.load(blocks_ptr + block * 3).to(tl.int64)
         row = tl.load(blocks_ptr + block * 3 + 1) + tl.arange(0, BLOCK_M)
         valid = row < tl.load(blocks_ptr + block * 3 + 2)
         if SHARED:
-            slot = slot * 0
+            buffer = buffer * 0
             target = row
         else:
             target = tl.load(order_ptr + row, mask=valid, other=0)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        weight_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
+        weight_ptrs = weight_ptr + buffer * buffer_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
         x_ptrs = x_ptr + row.to(tl.int64)[:, None] * SIZE
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, SIZE, BLOCK_K):
@@ -139,21 +140,9 @@ def gate_up_gemm(
     """x [T, H] or [T, 2H], weight [S, 2I, H] -> [T * k, I] in sorted order."""
     size, out_size = weight.shape[2], weight.shape[1] // 2
     out = torch.empty((len(rows.order), out_size), dtype=x.dtype, device=x.device)
-    gate_up_kernel[_grid(rows, out_size, tile, x.device)](
-        x,
-        weight,
-        rows.order,
-        rows.blocks,
-        rows.num_blocks,
-        out,
-        x.stride(0),
-        weight.stride(0),
-        SIZE=size,
-        OUT_SIZE=out_size,
-        TOP_K=top_k,
-        SPLIT=x.shape[1] != size,
-        **launch_options(block_m, size, tile),
-    )
+    tensors = (x, weight, rows.order, rows.blocks, rows.num_blocks, out, x.stride(0), weight.stride(0))
+    facts = {"SIZE": size, "OUT_SIZE": out_size, "TOP_K": top_k, "SPLIT": x.shape[1] != size}
+    gate_up_kernel[_grid(rows, out_size, tile, x.device)](*tensors, **facts, **launch_options(block_m, size, tile))
     return out
 
 
@@ -166,43 +155,20 @@ def down_gemm(
     block_m: int,
     tile: Tile,
 ) -> None:
-    """active [T * k, I] in sorted order, weight [S, H, I] -> out [T, k, H], times the router's weights."""
-    out_size, size = weight.shape[1:]
-    down_kernel[_grid(rows, out_size, tile, active.device)](
-        active,
-        weight,
-        rows.order,
-        rows.blocks,
-        rows.num_blocks,
-        weights,
-        out,
-        weight.stride(0),
-        SIZE=size,
-        OUT_SIZE=out_size,
-        SHARED=False,
-        **launch_options(block_m, size, tile),
-    )
+    """active [T * k, I] in sorted order, weight [S, H, I] -> out [T, k, H], times the router's weights. `weight` [H, I]
+    is one for all buffers (SHARED): then the weights are not read, and out [T * k, H] is in sorted order."""
+    (out_size, size), is_shared = weight.shape[-2:], weight.dim() == 2
+    stride = 0 if is_shared else weight.stride(0)
+    tensors = (active, weight, rows.order, rows.blocks, rows.num_blocks, weights, out, stride)
+    facts = {"SIZE": size, "OUT_SIZE": out_size, "SHARED": is_shared}
+    down_kernel[_grid(rows, out_size, tile, out.device)](*tensors, **facts, **launch_options(block_m, size, tile))
 
 
 def between_gemm(active: torch.Tensor, weight: torch.Tensor, rows: Alignment, block_m: int, tile: Tile) -> torch.Tensor:
-    """active [T * k, I] and weight [R, I] -> [T * k, R], both in sorted order. Not one product over all rows: those
-    of pairs without a slot were never written, and where a row stands would be another matter of the library's."""
-    out_size, size = weight.shape
-    out = torch.empty((len(active), out_size), dtype=active.dtype, device=active.device)
-    down_kernel[_grid(rows, out_size, tile, active.device)](
-        active,
-        weight,
-        rows.order,
-        rows.blocks,
-        rows.num_blocks,
-        active,
-        out,
-        0,
-        SIZE=size,
-        OUT_SIZE=out_size,
-        SHARED=True,
-        **launch_options(block_m, size, tile),
-    )
+    """active [T * k, I] and weight [R, I] -> [T * k, R], both in sorted order. Not one product of a library over all
+    rows: rows of pairs without a buffer were never written, and a library may add up differently by a row's place."""
+    out = torch.empty((len(active), len(weight)), dtype=active.dtype, device=active.device)
+    down_gemm(active, weight, rows, active, out, block_m, tile)
     return out
 
 
@@ -211,13 +177,7 @@ def _grid(rows: Alignment, out_size: int, tile: Tile, device: torch.device) -> t
     return (min(most, num_multiprocessors(device) * PROGRAMS_PER_SM),)
 
 
-def launch_options(block_m: int, size: int, tile: Tile) -> dict:
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": min(tile.block_k, max(16, next_power_of_2(size))),
-        "GROUP": GROUP,
-        "STREAM": block_m <= 32,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+def launch_options(block_m: int, size: int, tile: Tile) -> dict[str, int]:
+    block_k = min(tile.block_k, max(16, next_power_of_2(size)))
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": tile.block_n, "BLOCK_K": block_k, "GROUP": GROUP, "STREAM": block_m <= 32}
+    return {**blocks, "num_warps": tile.num_warps, "num_stages": tile.num_stages}

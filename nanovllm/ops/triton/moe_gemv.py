@@ -2,14 +2,16 @@
 
 At one token no two pairs share an expert, and all that counts is reading weights at the speed of memory. As in
 `gemv.py`, a program is one warp that reads BLOCK_N rows of a weight, BLOCK_K columns at a time, straight into
-registers. Little's law says how much must be on its way: 4.46 TB/s over some 1 us of latency is 4.5 MB, 34 KB on each
-of 132 multiprocessors. 32 warps live on one, and each asks for 1 KB of gate and 1 KB of up (BLOCK_K = 512), unrolled
+registers. By Little's law so much must be on its way: 4.46 TB/s over some 1 us of latency is 4.5 MB, 34 KB on each
+of 132 multiprocessors. 32 warps live on one, and each loads 1 KB of gate and 1 KB of up (BLOCK_K = 512), unrolled
 twice: 128 KB. The down product, 4096 outputs of 14336 columns for two experts, is 8192 such warps, two rounds on the
 card: enough without cutting K, so the order of every sum is fixed.
 
 The pair is the fastest index of the grid: two tokens that want the same expert read the same rows at the same time, and
 the second reading comes from the L2 cache. SPLIT and SHARED: as in `moe_gemm.py`.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -30,7 +32,7 @@ def _row_product(x_ptr, weight_ptrs, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, 
 
 @triton.jit
 def _load(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """evict_first: a weight is read once a step, and the cache has better uses."""
+    """evict_first: a weight is read once a step and need not stay in the cache."""
     if SIZE % BLOCK_K == 0:
         w = tl.load(ptrs + k[None, :], eviction_policy="evict_first")
     else:
@@ -38,28 +40,18 @@ def _load(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     return w.to(tl.float32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["buffers_ptr"])
 def gate_up_gemv_kernel(
-    x_ptr,
-    weight_ptr,
-    slots_ptr,
-    out_ptr,
-    x_stride,
-    slot_stride,
-    SIZE: tl.constexpr,
-    OUT_SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x_ptr, weight_ptr, buffers_ptr, out_ptr, x_stride, buffer_stride, SIZE: tl.constexpr, OUT_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + pair).to(tl.int64)
-    if slot < 0:
+    buffer = tl.load(buffers_ptr + pair).to(tl.int64)
+    if buffer < 0:
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Outputs past the end read row 0: cheaper than a mask on every weight.
-    gate_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[:, None] * SIZE
+    gate_ptrs = weight_ptr + buffer * buffer_stride + tl.where(n < OUT_SIZE, n, 0)[:, None] * SIZE
     up_ptrs = gate_ptrs + OUT_SIZE * SIZE
     x_ptr += pair // TOP_K * x_stride
     gate = tl.zeros([BLOCK_N], tl.float32)
@@ -77,101 +69,62 @@ def gate_up_gemv_kernel(
     tl.store(out_ptr + pair * OUT_SIZE + n, active.to(out_ptr.dtype.element_ty), mask=n < OUT_SIZE)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "weights_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["buffers_ptr", "weights_ptr"])
 def down_gemv_kernel(
-    x_ptr,
-    weight_ptr,
-    slots_ptr,
-    weights_ptr,
-    out_ptr,
-    slot_stride,
-    SIZE: tl.constexpr,
-    OUT_SIZE: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x_ptr, weight_ptr, buffers_ptr, weights_ptr, out_ptr, buffer_stride, SIZE: tl.constexpr, OUT_SIZE: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + pair).to(tl.int64)
-    if slot < 0:
+    buffer = tl.load(buffers_ptr + pair).to(tl.int64)
+    if buffer < 0:
         return
     if SHARED:
-        slot = slot * 0
+        buffer = buffer * 0
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_ptrs = weight_ptr + slot * slot_stride + tl.where(n < OUT_SIZE, n, 0)[:, None] * SIZE
+    weight_ptrs = weight_ptr + buffer * buffer_stride + tl.where(n < OUT_SIZE, n, 0)[:, None] * SIZE
     total = _row_product(x_ptr + pair * SIZE, weight_ptrs, SIZE, BLOCK_N, BLOCK_K)
     if not SHARED:
         total *= tl.load(weights_ptr + pair)
     tl.store(out_ptr + pair * OUT_SIZE + n, total.to(out_ptr.dtype.element_ty), mask=n < OUT_SIZE)
 
 
-def gate_up_gemv(x: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """x [T, H] or [T, 2H], weight [S, 2I, H], slots [T, k] -> [T * k, I], silu(gate) * up; rows without a slot are not
-    written."""
+def gate_up_gemv(x: torch.Tensor, weight: torch.Tensor, buffers: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """x [T, H] or [T, 2H], weight [S, 2I, H], buffers [T, k] -> [T * k, I], silu(gate) * up; rows without a buffer are
+    not written."""
     size, out_size = weight.shape[2], weight.shape[1] // 2
-    out = torch.empty((slots.numel(), out_size), dtype=x.dtype, device=x.device)
-    gate_up_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
-        x,
-        weight,
-        slots,
-        out,
-        x.stride(0),
-        weight.stride(0),
-        SIZE=size,
-        OUT_SIZE=out_size,
-        TOP_K=slots.shape[1],
-        SPLIT=x.shape[1] != size,
-        BLOCK_N=block[0],
-        BLOCK_K=block[1],
-        num_warps=1,
-    )
+    out = torch.empty((buffers.numel(), out_size), dtype=x.dtype, device=x.device)
+    tensors = (x, weight, buffers, out, x.stride(0), weight.stride(0))
+    facts = {"SIZE": size, "OUT_SIZE": out_size, "TOP_K": buffers.shape[1], "SPLIT": x.shape[1] != size}
+    _launch(gate_up_gemv_kernel, tensors, facts, buffers, block)
     return out
 
 
 def down_gemv(
     active: torch.Tensor,
     weight: torch.Tensor,
-    slots: torch.Tensor,
+    buffers: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor,
     block: tuple[int, int],
 ) -> None:
-    """active [T * k, I], weight [S, H, I] -> out [T, k, H], times the router's weights."""
-    out_size, size = weight.shape[1:]
-    down_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
-        active,
-        weight,
-        slots,
-        weights,
-        out,
-        weight.stride(0),
-        SIZE=size,
-        OUT_SIZE=out_size,
-        SHARED=False,
-        BLOCK_N=block[0],
-        BLOCK_K=block[1],
-        num_warps=1,
-    )
+    """active [T * k, I], weight [S, H, I] -> out [T, k, H], times the router's weights; for a weight [H, I] as in
+    `moe_gemm.py`."""
+    (out_size, size), is_shared = weight.shape[-2:], weight.dim() == 2
+    tensors = (active, weight, buffers, weights, out, 0 if is_shared else weight.stride(0))
+    _launch(down_gemv_kernel, tensors, {"SIZE": size, "OUT_SIZE": out_size, "SHARED": is_shared}, buffers, block)
 
 
 def between_gemv(
-    active: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor, block: tuple[int, int]
+    active: torch.Tensor, weight: torch.Tensor, buffers: torch.Tensor, block: tuple[int, int]
 ) -> torch.Tensor:
-    """active [T * k, I], weight [R, I] -> [T * k, R]; rows without a slot are not written."""
-    out_size, size = weight.shape
-    out = torch.empty((slots.numel(), out_size), dtype=active.dtype, device=active.device)
-    down_gemv_kernel[(slots.numel(), triton.cdiv(out_size, block[0]))](
-        active,
-        weight,
-        slots,
-        active,
-        out,
-        0,
-        SIZE=size,
-        OUT_SIZE=out_size,
-        SHARED=True,
-        BLOCK_N=block[0],
-        BLOCK_K=block[1],
-        num_warps=1,
-    )
+    """active [T * k, I], weight [R, I] -> [T * k, R]; rows without a buffer are not written."""
+    out = torch.empty((len(active), len(weight)), dtype=active.dtype, device=active.device)
+    down_gemv(active, weight, buffers, active, out, block)
     return out
+
+
+def _launch(
+    kernel: Any, tensors: tuple[Any, ...], facts: dict[str, int], buffers: torch.Tensor, block: tuple[int, int]
+) -> None:
+    grid = (buffers.numel(), triton.cdiv(facts["OUT_SIZE"], block[0]))
+    kernel[grid](*tensors, **facts, BLOCK_N=block[0], BLOCK_K=block[1], num_warps=1)

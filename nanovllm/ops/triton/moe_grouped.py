@@ -1,12 +1,12 @@
 """Many rows on Hopper: the experts' products by PyTorch's grouped matrix product, its rows gathered and scattered here.
 
 `grouped_mm(a [P, K], b [S, K, N], offs [S])` multiplies rows offs[s - 1] .. offs[s] of a by b[s]; the bounds are read
-on the device, so there is no host sync and a graph may hold it. It knows neither gathering nor SiLU: rows of x are
+on the device, so there is no host sync and it can be captured. It neither gathers nor applies SiLU: rows of x are
 copied into sorted order first and the product [P, 2I] goes through memory. At 8,192 tokens of Mixtral that is 0.07 ms
 for the rows, 0.37 for SiLU and 0.07 for the results, beside 8.5 ms of products at 679 TFLOP/s; for few rows it is too
 much. It also costs memory: [P, 2I] and [P, I], 1.4 GB there.
 
-Rows past the last bound (pairs without a slot) are not computed, whatever they hold.
+Rows past the last bound (pairs without a buffer) are not computed, whatever they hold.
 """
 
 import torch
@@ -19,20 +19,13 @@ from nanovllm.ops.triton.common import next_power_of_2
 from nanovllm.ops.triton.moe_align import Alignment
 
 
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["order_ptr", "ends_ptr"])
+@triton.jit(do_not_specialize=["num_buffers"], do_not_specialize_on_alignment=["order_ptr", "ends_ptr"])
 def gather_kernel(
-    x_ptr,
-    order_ptr,
-    ends_ptr,
-    out_ptr,
-    num_slots,
-    x_stride,
-    SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, order_ptr, ends_ptr, out_ptr, num_buffers, x_stride,
+    SIZE: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     position = tl.program_id(0).to(tl.int64)
-    if position >= tl.load(ends_ptr + num_slots - 1):
+    if position >= tl.load(ends_ptr + num_buffers - 1):
         return
     token = (tl.load(order_ptr + position) // TOP_K).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -40,12 +33,12 @@ def gather_kernel(
     tl.store(out_ptr + position * SIZE + i, row, mask=i < SIZE)
 
 
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["order_ptr", "ends_ptr", "weights_ptr"])
+@triton.jit(do_not_specialize=["num_buffers"], do_not_specialize_on_alignment=["order_ptr", "ends_ptr", "weights_ptr"])
 def scatter_kernel(
-    rows_ptr, order_ptr, ends_ptr, weights_ptr, out_ptr, num_slots, SIZE: tl.constexpr, TILE: tl.constexpr
+    rows_ptr, order_ptr, ends_ptr, weights_ptr, out_ptr, num_buffers, SIZE: tl.constexpr, TILE: tl.constexpr
 ):
     position = tl.program_id(0).to(tl.int64)
-    if position >= tl.load(ends_ptr + num_slots - 1):
+    if position >= tl.load(ends_ptr + num_buffers - 1):
         return
     pair = tl.load(order_ptr + position).to(tl.int64)
     share = tl.load(weights_ptr + pair)

@@ -18,16 +18,9 @@ from nanovllm.ops.triton.common import next_power_of_2
 
 @triton.jit(do_not_specialize_on_alignment=["logits_ptr"])
 def route_kernel(
-    logits_ptr,
-    ids_ptr,
-    weights_ptr,
-    stride,
-    NUM_EXPERTS: tl.constexpr,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-):
+    logits_ptr, ids_ptr, weights_ptr, stride, NUM_EXPERTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
+    K: tl.constexpr, RENORMALISE: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E)
     left = e < NUM_EXPERTS
@@ -57,18 +50,9 @@ def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Te
     ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     if num_tokens:
-        route_kernel[(num_tokens,)](
-            logits,
-            ids,
-            weights,
-            logits.stride(0),
-            NUM_EXPERTS=num_experts,
-            E=next_power_of_2(num_experts),
-            TOP_K=top_k,
-            K=next_power_of_2(top_k),
-            RENORMALISE=renormalise,
-            num_warps=1,
-        )
+        facts = {"NUM_EXPERTS": num_experts, "E": next_power_of_2(num_experts), "TOP_K": top_k}
+        facts |= {"K": next_power_of_2(top_k), "RENORMALISE": renormalise, "num_warps": 1}
+        route_kernel[(num_tokens,)](logits, ids, weights, logits.stride(0), **facts)
     return ids, weights
 
 

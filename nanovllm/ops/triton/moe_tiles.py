@@ -1,10 +1,10 @@
 """How the expert kernels are cut, by the number of tokens: a table of measured tiles (moe_tiles.json), else a rule.
 
-A plan may depend on T, top_k, the sizes of an expert, the dtype and the card: on nothing else. Not on the number of
-slots: a model whose experts are all on the card (S = experts) and one that computes them in turns from a pool
-(S = slots of the pool) must run the same tiles to give the same bits.
+A TileChoice may depend on T, top_k, the sizes of an expert, the dtype and the card: on nothing else. Not on the number
+of buffers: a model whose experts are all on the card (S = experts) and one that computes them in turns from a pool
+(S = buffers of the pool) must run the same tiles to give the same bits.
 
-The table is a list of entries, each the plan for up to `max_tokens` tokens on one card and one size of expert:
+The table is a list of entries, each the TileChoice for up to `max_tokens` tokens on one card and one size of expert:
 
     {"device": "NVIDIA H200", "hidden": 4096, "size": 14336, "top_k": 2, "element_size": 2, "max_tokens": 16,
      "kind": "tiles", "block_m": 16, "gate_up": [32, 128, 4, 4], "down": [32, 256, 4, 4]}
@@ -18,8 +18,9 @@ where a tile is [block_n, block_k, num_warps, num_stages] and kind is one of
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from nanovllm.ops.triton.common import capability, next_power_of_2
 from nanovllm.ops.triton.gemv import choose_block
 
 TABLE = Path(__file__).with_name("moe_tiles.json")
+KEY = ("device", "hidden", "size", "top_k", "element_size", "max_tokens")  # of an entry of the table
 KINDS = ("gemv", "tiles", "grouped")
 KB = 1024
 # Shared memory of a program by architecture, less a little for what the compiler adds.
@@ -54,7 +56,7 @@ class TileChoice:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """What a plan may depend on, besides the number of tokens and the card."""
+    """What a TileChoice may depend on, besides the number of tokens and the card."""
 
     hidden: int
     size: int  # intermediate size of one expert
@@ -63,14 +65,14 @@ class MoeShape:
     down: tuple[int, int] | None = None  # low-rank experts: outputs and columns of the second product
 
 
-def choose_plan(num_tokens: int, shape: MoeShape, device: torch.device) -> TileChoice:
-    for max_tokens, plan in _entries(shape, device):
+def choose_tiles(num_tokens: int, shape: MoeShape, device: torch.device) -> TileChoice:
+    for max_tokens, choice in _entries(shape, device):
         if num_tokens <= max_tokens:
-            return plan
-    return default_plan(num_tokens, shape, capability(device))
+            return choice
+    return default_tiles(num_tokens, shape, capability(device))
 
 
-def default_plan(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> TileChoice:
+def default_tiles(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> TileChoice:
     """The rule, from an H200's measurements (us of one layer's experts in bf16; all tokens want the same two experts /
     every token draws its own; `nanovllm bench moe`):
 
@@ -89,35 +91,35 @@ def default_plan(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> Til
     """
     few_meet = shape.top_k >= 4
     if num_tokens <= (4 if few_meet else 2):
-        return _gemv_plan(shape)
+        return _gemv_tiles(shape)
     if uses_grouped(num_tokens, shape, arch):
         return TileChoice("grouped", 128)
     if shape.dtype == torch.float32 or arch < (8, 0):
         # Ordinary cores, operands in registers (see `prefill_attention.choose_tile`).
         return TileChoice("tiles", 16 if num_tokens <= 16 else 32, Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
     if few_meet and num_tokens <= 64:
-        plan = TileChoice("tiles", 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))
+        choice = TileChoice("tiles", 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))
     elif few_meet and num_tokens <= 512:
-        plan = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+        choice = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
     elif num_tokens <= 16:
-        plan = TileChoice("tiles", 16, Tile(32, 128, 4, 4), Tile(32, 256, 4, 4))
+        choice = TileChoice("tiles", 16, Tile(32, 128, 4, 4), Tile(32, 256, 4, 4))
     elif num_tokens <= 64:
-        plan = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(64, 256, 4, 3))
+        choice = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(64, 256, 4, 3))
     elif num_tokens <= 128:
-        plan = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+        choice = TileChoice("tiles", 64, Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
     elif num_tokens <= 512:
-        plan = TileChoice("tiles", 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
+        choice = TileChoice("tiles", 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
     else:
-        plan = TileChoice("tiles", 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+        choice = TileChoice("tiles", 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
     limit = SHARED.get(arch, LEAST_SHARED)
-    rows = plan.block_m * (1 if shape.down is None else 2)  # low-rank: gate and up read rows of their own
-    gate_up, down = fit(plan.gate_up, rows, 2, limit), fit(plan.down, plan.block_m, 1, limit)
-    return TileChoice("tiles", plan.block_m, gate_up, down)
+    rows = choice.block_m * (1 if shape.down is None else 2)  # low-rank: gate and up read rows of their own
+    gate_up, down = fit(choice.gate_up, rows, 2, limit), fit(choice.down, choice.block_m, 1, limit)
+    return TileChoice("tiles", choice.block_m, gate_up, down)
 
 
-def _gemv_plan(shape: MoeShape) -> TileChoice:
-    """Many choices mean many experts: few tokens then hardly ever meet at one. Small experts want two outputs a warp
-    (Qwen3-30B-A3B, one token: 15.5 + 9.1 us against 17.0 + 12.8)."""
+def _gemv_tiles(shape: MoeShape) -> TileChoice:
+    """A large top_k goes with many experts: few tokens then hardly ever meet at one. Small experts take two outputs a
+    warp (Qwen3-30B-A3B, one token: 15.5 + 9.1 us against 17.0 + 12.8)."""
     outputs, columns = shape.down or (shape.hidden, shape.size)
     blocks = choose_block(1, shape.hidden, shape.size, True), choose_block(1, columns, outputs, False)
     if shape.size <= 1024:
@@ -128,8 +130,8 @@ def _gemv_plan(shape: MoeShape) -> TileChoice:
 def uses_grouped(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> bool:
     """PyTorch's grouped product beats our tiles on Hopper where there are many rows of large experts (torch 2.11, one
     layer, TFLOP/s, tiles / grouped: Mixtral with 2,048 tokens 516 / 510, 4,096 551 / 611, 8,192 562 / 625; but
-    Qwen3-30B-A3B with 8,192 tokens 491 / 416). Elsewhere it takes other dtypes or asks the host for the sizes of the
-    groups, which a captured graph cannot. It wants rows of whole 16 bytes, and gate and up to read the same ones."""
+    Qwen3-30B-A3B with 8,192 tokens 491 / 416). Elsewhere it takes other dtypes or reads the sizes of the groups on the
+    host, which cannot be captured. It needs rows of whole 16 bytes, and gate and up that read the same ones."""
     if shape.down is not None:
         return False
     whole = shape.hidden % 8 == 0 and shape.size % 8 == 0 and shape.size >= GROUPED_SIZE
@@ -152,10 +154,10 @@ def fit(tile: Tile, block_m: int, num_weights: int, limit: int) -> Tile:
 
 
 def sizes_to_warm(max_tokens: int, shape: MoeShape, device: torch.device) -> list[int]:
-    """A number of tokens for every plan up to max_tokens, largest first: running these compiles every kernel."""
+    """A number of tokens for every TileChoice up to max_tokens, largest first: running these compiles every kernel."""
     first: dict[TileChoice, int] = {}
     for num_tokens in range(1, max_tokens + 1):
-        first.setdefault(choose_plan(num_tokens, shape, device), num_tokens)
+        first.setdefault(choose_tiles(num_tokens, shape, device), num_tokens)
     return sorted(first.values(), reverse=True)
 
 
@@ -164,16 +166,16 @@ def sizes_to_warm(max_tokens: int, shape: MoeShape, device: torch.device) -> lis
 
 @functools.cache
 def _entries(shape: MoeShape, device: torch.device) -> tuple[tuple[int, TileChoice], ...]:
-    """(max_tokens, plan) of this shape on this card, in the order of tokens. None were measured of low-rank experts."""
+    """(max_tokens, choice) of this shape on this card, in the order of tokens; none were measured for low-rank ones."""
     if device.type != "cuda" or shape.down is not None:
         return ()
     key = (torch.cuda.get_device_name(device), shape.hidden, shape.size, shape.top_k, shape.dtype.itemsize)
-    found = [(tokens, plan) for entry_key, tokens, plan in read_table(TABLE) if entry_key == key]
+    found = [(tokens, choice) for entry_key, tokens, choice in read_table(TABLE) if entry_key == key]
     return tuple(sorted(found, key=lambda pair: pair[0]))
 
 
 def read_table(path: Path) -> list[tuple[tuple[str, int, int, int, int], int, TileChoice]]:
-    """(device, hidden, size, top_k, element_size), max_tokens, plan; a wrong entry is refused by its number."""
+    """(device, hidden, size, top_k, element_size), max_tokens, choice; a wrong entry is refused by its number."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     except ValueError as error:
@@ -186,9 +188,7 @@ def read_table(path: Path) -> list[tuple[tuple[str, int, int, int, int], int, Ti
 def _parse(entry: object, where: str) -> tuple[tuple[str, int, int, int, int], int, TileChoice]:
     if not isinstance(entry, dict) or not isinstance(entry.get("device"), str) or entry.get("kind") not in KINDS:
         raise ConfigError(f"{where}: needs a device and a kind of {', '.join(KINDS)}, is {entry!r}")
-    counts = [
-        _integer(entry, name, where, 1, 1 << 30) for name in ("hidden", "size", "top_k", "element_size", "max_tokens")
-    ]
+    counts = [_integer(entry, name, where, 1, 1 << 30) for name in KEY[1:]]
     block_m = _integer(entry, "block_m", where, 1, 256)
     tiles = [_parse_tile(entry.get(name), entry["kind"], f"{where}, {name}") for name in ("gate_up", "down")]
     if block_m != next_power_of_2(block_m) or (entry["kind"] == "tiles" and block_m < 16):
@@ -196,7 +196,7 @@ def _parse(entry: object, where: str) -> tuple[tuple[str, int, int, int, int], i
     return (entry["device"], *counts[:4]), counts[4], TileChoice(entry["kind"], block_m, *tiles)
 
 
-def _integer(entry: dict, name: str, where: str, least: int, most: int) -> int:
+def _integer(entry: dict[str, Any], name: str, where: str, least: int, most: int) -> int:
     value = entry.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ConfigError(f"{where}: {name}={value!r} must be an integer from {least} to {most}")
@@ -214,31 +214,19 @@ def _parse_tile(value: object, kind: str, where: str) -> Tile:
     return Tile(*found)
 
 
-def entry_of(device: str, shape: MoeShape, max_tokens: int, plan: TileChoice) -> dict:
-    """What the table holds of a plan: the inverse of reading it."""
-    return {
-        "device": device,
-        "hidden": shape.hidden,
-        "size": shape.size,
-        "top_k": shape.top_k,
-        "element_size": shape.dtype.itemsize,
-        "max_tokens": max_tokens,
-        "kind": plan.kind,
-        "block_m": plan.block_m,
-        "gate_up": list(asdict(plan.gate_up).values()),
-        "down": list(asdict(plan.down).values()),
-    }
+def entry_of(device: str, shape: MoeShape, max_tokens: int, choice: TileChoice) -> dict[str, Any]:
+    """What the table holds of a TileChoice: the inverse of reading it."""
+    key = (device, shape.hidden, shape.size, shape.top_k, shape.dtype.itemsize, max_tokens)
+    tiles = {"gate_up": list(astuple(choice.gate_up)), "down": list(astuple(choice.down))}
+    return {**dict(zip(KEY, key)), "kind": choice.kind, "block_m": choice.block_m, **tiles}
 
 
-def write_table(path: Path, entries: list[dict]) -> None:
+def write_table(path: Path, entries: list[dict[str, Any]]) -> None:
     """Adds entries; those of the same card, shape and number of tokens are replaced. One a line."""
-    kept = {_identity(entry): entry for entry in (json.loads(path.read_text()) if path.exists() else [])}
-    kept |= {_identity(entry): entry for entry in entries}
+    old = json.loads(path.read_text()) if path.exists() else []
+    kept = {tuple(entry[name] for name in KEY): entry for entry in (*old, *entries)}
     for i, entry in enumerate(kept.values()):
         _parse(entry, f"new entry {i}")
     lines = ",\n".join(json.dumps(kept[key]) for key in sorted(kept))
     path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
-
-
-def _identity(entry: dict) -> tuple:
-    return tuple(entry[name] for name in ("device", "hidden", "size", "top_k", "element_size", "max_tokens"))
+    _entries.cache_clear()  # calls after this one in this process use the new entries

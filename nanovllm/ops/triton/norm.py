@@ -15,18 +15,9 @@ from nanovllm.ops.triton.common import next_power_of_2
 
 @triton.jit
 def norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    residual_out_ptr,
-    x_stride,
-    residual_stride,
-    eps,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr, x_stride, residual_stride, eps,
+    SIZE: tl.constexpr, TILE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     inside = i < SIZE
@@ -42,8 +33,8 @@ def norm_kernel(
     tl.store(out_ptr + row * SIZE + i, ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, eps, out, None)
     return out
 
@@ -72,16 +63,7 @@ def _launch(x, residual, weight, eps, out, residual_out) -> None:
         return
     tile = next_power_of_2(size)
     norm_kernel[(rows,)](
-        x,
-        x if residual is None else residual,
-        weight,
-        out,
-        out if residual_out is None else residual_out,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        eps,
-        SIZE=size,
-        TILE=tile,
-        HAS_RESIDUAL=residual is not None,
-        num_warps=min(max(tile // 512, 1), 8),
-    )
+        x, x if residual is None else residual, weight, out, out if residual_out is None else residual_out,
+        x.stride(0), 0 if residual is None else residual.stride(0), eps,
+        SIZE=size, TILE=tile, HAS_RESIDUAL=residual is not None, num_warps=min(max(tile // 512, 1), 8),
+    )  # fmt: skip

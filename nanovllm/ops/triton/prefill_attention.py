@@ -21,11 +21,11 @@ What one program owns: BLOCK_Q consecutive queries of one sequence, for all GROU
 packed as BLOCK_M = BLOCK_Q * GROUP rows of one tile (row r is query r // GROUP, head r % GROUP). The keys and values
 it reads serve all those heads, and a decode (one query) still fills GROUP rows.
 
-Which sequence: sequence s is given query_starts[s + 1] // BLOCK_Q - query_starts[s] // BLOCK_Q + 1 program slots,
+Which sequence: sequence s has query_starts[s + 1] // BLOCK_Q - query_starts[s] // BLOCK_Q + 1 programs (a kv head),
 enough for its tiles however it is aligned, so tile t belongs to the largest s with query_starts[s] // BLOCK_Q + s <= t.
-A program finds it by binary search over query_starts; slots without work return. The host needs no lengths and uploads
-nothing. Programs are numbered from the last tile to the first: the last tiles of a sequence see the most keys, and
-the card should end on small pieces of work.
+A program finds it by binary search over query_starts; programs without work return. The host needs no lengths and
+uploads nothing. Programs are numbered from the last tile to the first: the last tiles of a sequence see the most keys,
+and the card should end on small pieces of work.
 
 Keys in tiles of BLOCK_N. Most tiles are seen whole by every row and need no mask: they run in a loop of their own, with
 copies overlapping arithmetic. The few that the causal diagonal, the left edge of a sliding window or the end of the
@@ -36,7 +36,7 @@ each key looks its block up.
 
 Counts that vary from step to step are not specialised on, nor is the alignment of index tensors, which callers slice.
 
-Measured on an H200 (bf16, 16/8 heads x 128, causal; share of 780 TFLOP/s; blocks of 64 slots unless it says otherwise):
+Measured on an H200 (bf16, 16/8 heads x 128, causal; share of 780 TFLOP/s; blocks of 64 slots except where given):
 
     sequences x tokens                      8 x 2048    2 x 8192    64 x 1024    1 x 1024
     128x64, 4 warps, 2 stages, TMA            55.6 %      69.5 %       46.4 %      16.5 %    (the rule on sm_90)
@@ -256,6 +256,15 @@ def choose_tile(head_dim: int, element_size: int, block_size: int, arch: tuple[i
     return PrefillTile(128, 64 if d <= 64 else 32, 4 if d <= 64 else 8, 2)
 
 
+def check_paged(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+    """What the attention kernels assume of strides."""
+    assert k_cache.stride() == v_cache.stride()
+    assert k_cache.stride(3) == 1
+    assert q.stride(2) == 1
+    assert q.stride(1) == q.shape[2]
+    assert out.is_contiguous()
+
+
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -271,7 +280,7 @@ def prefill_attention(
     """q [tokens, num_q_heads, head_dim] flattened over sequences; arguments as in `paged_attention_reference`.
 
     query_starts int32 [num_seqs + 1], context_lens int32 [num_seqs], block_tables int32 [num_seqs, max_blocks]. Rows
-    of q before query_starts[0] belong to others (the decodes of a mixed step): they are neither read nor written.
+    of q before query_starts[0] are the decodes of a mixed step: they are neither read nor written.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -280,11 +289,7 @@ def prefill_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_tokens == 0:
         return out
-    assert k_cache.stride() == v_cache.stride()
-    assert k_cache.stride(3) == 1
-    assert q.stride(2) == 1
-    assert q.stride(1) == head_dim
-    assert out.is_contiguous()
+    check_paged(q, k_cache, v_cache, out)
     tile = tile or choose_tile(head_dim, q.element_size(), block_size, capability(q.device))
     block_m = max(tile.block_m, next_power_of_2(group))
     use_desc = tile.use_desc and _suits_descriptors(k_cache, tile.block_n)

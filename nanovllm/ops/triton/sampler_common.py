@@ -82,7 +82,7 @@ def noise_run(seed, first, position, LEVEL: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def kth_largest(keys, k):
     """A key t with at least k keys >= t, and no larger one whose lower 16 bits are 0; 0 if there are fewer keys.
-    A bound may be too low; 16 bits say all of a bf16 number."""
+    A bound may be too low; 16 bits are all of a bf16 number."""
     t = tl.zeros([], dtype=tl.uint32)
     for i in range(16):
         candidate = t | (tl.full([], 0x80000000, dtype=tl.uint32) >> i)

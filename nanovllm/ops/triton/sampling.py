@@ -1,8 +1,8 @@
 """Logits to tokens on the device: edits, filters, draw and logprobs for any mix of rows (derivation: docs/sampling.md;
 plain twin: `sampling/sampler.py`).
 
-What a request asks for is data in a `SamplerState`, one row of it for each running sequence, so that a captured graph
-serves every mix of requests. Three launches, and a fourth for logprobs; none of them sorts the vocabulary:
+The parameters of a request are data in a `SamplerState`, one row of it for each running sequence, so that a captured
+graph serves every mix of requests. Three launches, and a fourth for logprobs; none of them sorts the vocabulary:
 
     tiles   a program owns TILES tiles of one lane: the maximum and the sum of exponentials of each tile
     pick    a program owns one lane. Greedy: the first maximum. No filter: a tile by its mass, then a column of it.
@@ -12,7 +12,8 @@ serves every mix of requests. Three launches, and a fourth for logprobs; none of
     search  a program owns one lane that such a list does not settle (a flat distribution under top_p, many equal
             logits, top_k above CANDIDATES); others end at once. It draws from the whole row, and draws again among the
             more likely tokens while what it drew is not kept
-    report  a program owns one lane that wants logprobs: the token's own, its rank, and the most likely tokens
+    report  a program owns one lane whose request has logprobs: the token's own, its position among all tokens by
+            logit, and the most likely tokens
 
 What they share is in `sampler_common.py`, search and report in files of their own.
 """
@@ -205,46 +206,15 @@ def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, stat
     drawn = Drawn(torch.empty(lanes, dtype=torch.int64, device=device), raw_peaks, raw_sums)
     if lanes == 0:
         return drawn
-    data = (
-        state.floats,
-        state.ints,
-        state.mask,
-        state.counts,
-        state.prompt,
-        state.recent,
-        state.edits_address,
-        state.words_address,
-    )
+    data = [state.floats, state.ints, state.mask, state.counts, state.prompt, state.recent]
+    data += [state.edits_address, state.words_address]
     sizes = (logits.stride(0), vocab, num_tiles)
+    found = (logits, rows, positions, peaks, sums)
     tiles_kernel[(lanes, triton.cdiv(num_tiles, tiles))](
-        logits, rows, positions, peaks, sums, raw_peaks, raw_sums, *sizes, *data, TILES=tiles, num_warps=4
+        *found, raw_peaks, raw_sums, *sizes, *data, TILES=tiles, num_warps=4
     )
-    pick_kernel[(lanes,)](
-        logits,
-        rows,
-        positions,
-        peaks,
-        sums,
-        *scratch(lanes, num_tiles, logits.device),
-        drawn.tokens,
-        *sizes,
-        state.seeds,
-        *data,
-        ALL_TILES=all_tiles(num_tiles),
-        num_warps=8,
-    )
-    search_kernel[(lanes,)](
-        logits,
-        rows,
-        positions,
-        peaks,
-        sums,
-        drawn.tokens,
-        *sizes,
-        state.seeds,
-        *data,
-        ALL_TILES=all_tiles(num_tiles),
-        BLOCK=SEARCH_BLOCK,
-        num_warps=SEARCH_WARPS,
-    )
+    lists, rest = scratch(lanes, num_tiles, device), (drawn.tokens, *sizes, state.seeds, *data)
+    padded = all_tiles(num_tiles)
+    pick_kernel[(lanes,)](*found, *lists, *rest, ALL_TILES=padded, num_warps=8)
+    search_kernel[(lanes,)](*found, *rest, ALL_TILES=padded, BLOCK=SEARCH_BLOCK, num_warps=SEARCH_WARPS)
     return drawn

@@ -1,4 +1,4 @@
-"""Logprobs of the tokens just drawn: the token's own, its position among all, and the most likely tokens, without a sort."""
+"""Logprobs of drawn tokens: the token's own, its position among all, and the most likely tokens, without a sort."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Reports:
 def report(
     logits: torch.Tensor, rows: torch.Tensor, drawn: Drawn, state: SamplerState, reports: Reports, step: int
 ) -> None:
-    """Logprobs of the tokens just drawn, for the lanes that want them, as those of this step."""
+    """Logprobs of the tokens just drawn, for the lanes whose requests have logprobs, stored as those of `step`."""
     lanes, num_tiles = len(reports.ids), drawn.raw_peaks.shape[1]
     report_kernel[(lanes,)](
         logits, rows, drawn.tokens, drawn.raw_peaks, drawn.raw_sums, *scratch(lanes, num_tiles, logits.device), step,

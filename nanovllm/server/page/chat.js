@@ -228,7 +228,7 @@ export class Chat {
     });
   }
 
-  // Who scrolled up to read is left alone.
+  // If the user has scrolled up to read, the log stays where it is.
   isAtEnd() {
     return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 80;
   }

@@ -20,7 +20,7 @@ export class Conversation {
       // One that was being written when it was stored, here or in another tab
       if (message.role === "assistant" && !message.finish && !message.error) message.finish = "partial";
     }
-    // A tab that was duplicated has the same id in both: who hears the other write moves elsewhere.
+    // A duplicated tab has the same id: a tab that sees the other one write takes a new id.
     onChange((name) => { if (name === PLACE + this.id) this.move(); });
   }
 

@@ -1,4 +1,4 @@
-// A button that copies a text and says that it did.
+// A button that copies a text and then shows "Copied".
 
 import { t } from "./words.js";
 

@@ -14,7 +14,7 @@ const WORK = 12_000;         // ms
 const LINE_UP = 5000;        // ms for all requests to reach the queue
 
 function ids(count, seed) {
-  // Small ids exist in every vocabulary. Nobody reads the answers.
+  // Small ids exist in every vocabulary. The answers are not shown.
   return Array.from({ length: count }, (_, index) => 20 + ((index * 7 + seed * 13) % 200));
 }
 
@@ -35,7 +35,7 @@ async function until(condition, ms) {
 }
 
 /** How long are the long prompts, and how many does it take to fill several steps? */
-export function longPrompts(info) {
+function longPrompts(info) {
   const capacity = info.num_blocks * info.block_size;
   const wanted = Math.min(3 * info.max_num_batched_tokens, LONGEST, Math.floor(capacity * 0.6));
   const length = Math.min(wanted, Math.floor(info.max_model_len * 0.8));

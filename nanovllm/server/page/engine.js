@@ -76,7 +76,7 @@ export class Engine {
     return !this.recording && this.feedState === "live" && Boolean(this.replay);
   }
 
-  // What a Recording asks of its target
+  // What a Recording calls
   reset() {
     this.begin(this.facts);
   }

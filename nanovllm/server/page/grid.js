@@ -1,7 +1,7 @@
 // The KV cache as a grid of cells on a canvas, one a block.
 //
 // A cache that fits is shown whole. A larger one keeps cells of a readable size and is seen through a window, which
-// follows the blocks in use until somebody scrolls; the bar below (map.js) shows where in the cache the window is.
+// follows the blocks in use until the user scrolls; the bar below (map.js) shows where in the cache the window is.
 // The canvas is as large as the window, and only blocks that changed are painted: a step touches a handful, whether the
 // cache has a hundred of them or a hundred thousand. Everything visible is painted again when the place, the size, the
 // theme, the highlighted sequence or the whole state changes.

@@ -1,4 +1,4 @@
-// One message of a conversation on the screen: who says it, the text, what became of it, and what can be done with it.
+// One message of a conversation on the screen: its role, its text, its state, and the buttons for it.
 
 import { copyButton } from "./copy.js";
 import { update } from "./markdown.js";

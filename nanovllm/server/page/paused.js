@@ -1,7 +1,7 @@
 // The banner on both tabs while the engine is paused: an answer that does not come has a reason and a way out.
 //
-// The Engine tab's feed says so at once. Before that tab was opened there is no feed, and the server is asked now and
-// then, as long as somebody looks at this page.
+// The Engine tab's feed reports it at once. Before that tab was opened there is no feed, and the page fetches it from the
+// server now and then, as long as the page is visible.
 
 import { json } from "./api.js";
 

@@ -1,4 +1,4 @@
-// The two lines of sequences: who runs, who waits, and how far each one is.
+// The two queues of sequences, running and waiting, and how far each one is.
 
 import { t } from "./words.js";
 

@@ -1,10 +1,10 @@
 // Replay: from the engine's events to what the engine holds. No DOM here; the Python twin is nanovllm/telemetry/trace.py.
 //
 //   const replay = new Replay(info);          // the body of /engine/info, or the header line of a trace
-//   replay.apply(event);                      // in order; a "snapshot" starts over from what it says
-//   replay.owners.get(block)                  // the sequences that share a block, undefined if nobody owns it
+//   replay.apply(event);                      // in order; a "snapshot" replaces all that came before
+//   replay.owners.get(block)                  // the sequences that share a block, undefined if none owns it
 //
-// A feed of *plans* is enough. A plan says which blocks enter which block table, and who left; everything else
+// A feed of *plans* is enough. A plan names the blocks that enter each block table and the sequences that left; all else
 // (reference counts, free blocks, progress) follows. What is drawn is therefore computed here a second time, and a test
 // compares it with a fresh snapshot of the server.
 
@@ -74,7 +74,7 @@ export class Replay {
     this.numWaiting += 1;
   }
 
-  // Who left comes first: a plan may give the blocks of one who left to one who arrives.
+  // Sequences that left come first: a plan may give their blocks to one that arrives.
   step(event) {
     this.left(event);
     for (const block of event.evicted) {
@@ -171,7 +171,7 @@ export class Replay {
     if (others.length) this.owners.set(block, others);
     else {
       this.owners.delete(block);
-      // A step in flight may still read it: until that has ended it belongs to nobody, and nobody may have it.
+      // A step in flight may still read it: until that has ended it has no owner, and no sequence may get it.
       if (this.flights.length) this.held.set(block, this.flights.at(-1));
     }
     this.touch(block);
@@ -204,12 +204,6 @@ export class Replay {
     return this.numBlocks - this.owners.size - this.held.size;
   }
 
-  get numCached() {
-    let count = 0;
-    for (const block of this.published) count += !this.owners.has(block) && !this.held.has(block);
-    return count;
-  }
-
   state(block) {
     if (this.owners.has(block)) return "owned";
     if (this.held.has(block)) return "held";
@@ -230,7 +224,7 @@ export class Replay {
 
   /** The same record as the server's "snapshot" event: to start again from here, and to compare with the server's. */
   toSnapshot() {
-    // The feed names only the first of a long line; who stands behind them follows in order of arrival.
+    // The feed names only the first of many that wait; the others follow in order of arrival.
     const inLine = new Set(this.waiting.map((id) => this.seqs.get(id)).filter(Boolean));
     for (const seq of this.seqs.values()) if (seq.status === "waiting") inLine.add(seq);
     return structuredClone({

@@ -1,11 +1,11 @@
 """The model over windows of text: a Transformer without engine and cache, one layer at a time, with gradients if
 wanted.
 
-Compression asks other things of a model than serving does: every window is whole, nothing is cached or warmed up, the
-experts of a layer are looked at one by one, and refinement needs gradients, which the engine's in-place operators do
-not have. So this file builds the engine's own Transformer (same families, same weights, same loader with its proof)
-from operators that autograd understands, and leaves the experts on disk: one layer's experts are read when they are
-asked for. The largest thing in memory is then the model without experts, and one layer of them.
+Compression needs another run of a model than serving: every window is whole, nothing is cached or warmed up, the
+experts of a layer are used one by one, and refinement needs gradients, which the engine's in-place operators do not
+have. So this file builds the engine's own Transformer (same families, same weights, same loader with its proof) from
+operators that autograd can differentiate, and leaves the experts on disk until a layer of them is read. In memory are
+the model without experts, and one layer of them.
 
     h = model.embed(ids)                        # [windows, length] -> [windows * length, hidden]
     for layer in range(model.num_layers):
@@ -16,7 +16,8 @@ asked for. The largest thing in memory is then the model without experts, and on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,25 +32,27 @@ from nanovllm.errors import ModelError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
-from nanovllm.model_config import ModelConfig, MoeConfig
+from nanovllm.lowrank.compress.text import WINDOW
+from nanovllm.lowrank.format import MATRICES
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
-from nanovllm.models.transformer import Parts
+from nanovllm.models.transformer import DecoderLayer, Parts
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.ops.opset import PLAIN
 from nanovllm.ops.rotary import Angles, rotate
 from nanovllm.runner.step import unstored_step
 from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
-from nanovllm.weights.loader import OnDisk, Places, load_weights
+from nanovllm.weights.loader import LoadTargets, OnDisk, load_weights
 
-PARTS = {"gate": "w1", "up": "w3", "": "w2"}  # part of a parameter (models/*.py) -> matrix of an expert
+RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (x, ids, weights) -> y, all by row
 
 
 class Held:
-    """One call's keys or values: what stands where the engine has a paged cache."""
+    """The keys or values of one call, in place of the engine's paged cache."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        self.tensor: torch.Tensor | None = None
+        self.tensor = torch.empty(0)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,8 +93,8 @@ class WholeWindows:
         q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q, keys.tensor, values.tensor))
         mask = None
         if spec.window is not None:
-            places = torch.arange(length, device=q.device)
-            distance = places[:, None] - places
+            positions = torch.arange(length, device=q.device)
+            distance = positions[:, None] - positions
             mask = (distance >= 0) & (distance < spec.window)
         grouped = spec.num_heads != spec.num_kv_heads
         out = F.scaled_dot_product_attention(
@@ -120,16 +123,22 @@ class Expert:
         return self.active(x) @ self.w2.T
 
 
+def run_dense(experts: list[Expert]) -> RunExperts:
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for e, expert in enumerate(experts):
+            rows, choice = (ids == e).nonzero(as_tuple=True)
+            if len(rows):
+                total = total.index_add(0, rows, expert(x[rows]) * weights[rows, choice, None])
+        return total
+
+    return run
+
+
 class OnDiskExperts:
-    """Stands in a MoeLayer for experts that stay in the checkpoint; only knows the names of their tensors."""
+    """In a MoeLayer, in place of experts that stay in the checkpoint."""
 
     graph_safe = False
-
-    def __init__(self) -> None:
-        self.names: dict[tuple[int, str], str] = {}  # (expert, w1|w2|w3) -> tensor
-
-    def remember(self, expert: int, matrix: str, name: str) -> None:
-        self.names[expert, matrix] = name
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         raise AssertionError("experts on disk are read, not called")
@@ -141,42 +150,54 @@ class WindowModel:
             raise ModelError(f"{checkpoint.path}: {config.architecture} has no experts to compress; give a MoE model")
         self.checkpoint, self.config, self.device, self.moe = checkpoint, config, device, config.moe
         self.layer_ids = tuple(i for i, sparse in enumerate(config.moe.layers) if sparse)
-        self._experts = {i: OnDiskExperts() for i in self.layer_ids}
+        self._names: dict[tuple[int, int, str], str] = {}  # (layer, expert, matrix) -> tensor of the checkpoint
         build = Build(torch.float32, device.torch_device, WITH_GRADIENTS, Parallel())
-        parts = Parts(build, WholeWindows(), max_len, lambda i, moe, hidden, b: self._experts[i])  # type: ignore[arg-type]
+        parts = Parts(build, WholeWindows(), max_len, lambda *_: OnDiskExperts())  # type: ignore[arg-type]
         self.model = find_family(config)(config, parts).eval()
-        load_weights(self.model, checkpoint, self.model.rules, self._places(config.moe))
+        load_weights(self.model, checkpoint, self.model.rules, self._targets())
 
-    def _places(self, moe: MoeConfig) -> Places:
-        hidden, size = self.config.hidden_size, moe.intermediate_size
-        places: dict[str, dict[str, OnDisk]] = {}
-        for i, experts in self._experts.items():
-            gate_up, down = (f"layers.{i}.mlp.experts.{name}.weight" for name in ("gate_up", "down"))
-            places[gate_up] = {
-                f"{e}.{part}": OnDisk((size, hidden), partial(experts.remember, e, PARTS[part]))
-                for e in range(moe.num_experts)
-                for part in ("gate", "up")
-            }
-            places[down] = {
-                str(e): OnDisk((hidden, size), partial(experts.remember, e, "w2")) for e in range(moe.num_experts)
-            }
-        return places
+    def _targets(self) -> LoadTargets:
+        hidden, size = self.config.hidden_size, self.moe.intermediate_size
+        targets: dict[str, dict[str, OnDisk]] = {}
+        for layer, e in itertools.product(self.layer_ids, range(self.moe.num_experts)):
+            for stacked, part, matrix, shape in (
+                ("gate_up", f"{e}.gate", "w1", (size, hidden)),
+                ("gate_up", f"{e}.up", "w3", (size, hidden)),
+                ("down", f"{e}", "w2", (hidden, size)),
+            ):
+                remember = partial(self._names.__setitem__, (layer, e, matrix))
+                parameter = f"layers.{layer}.mlp.experts.{stacked}.weight"
+                targets.setdefault(parameter, {})[part] = OnDisk(shape, remember)
+        return targets
 
     @property
     def num_layers(self) -> int:
         return len(self.model.layers)
 
     def is_sparse(self, layer: int) -> bool:
-        return layer in self._experts
+        return layer in self.layer_ids
 
-    def expert(self, layer: int, expert: int) -> Expert:
-        """Read from the checkpoint now; nothing is kept."""
-        names = self._experts[layer].names
-        device = self.device.torch_device
-        return Expert(**{w: self.checkpoint.read(names[expert, w]).to(device).float() for w in ("w1", "w2", "w3")})
+    @property
+    def num_expert_values(self) -> int:
+        """Numbers in all experts."""
+        moe = self.moe
+        return 3 * self.config.hidden_size * moe.intermediate_size * moe.num_experts * len(self.layer_ids)
 
     def experts(self, layer: int) -> list[Expert]:
-        return [self.expert(layer, e) for e in range(self.moe.num_experts)]
+        """Read from the checkpoint now; nothing is kept."""
+
+        def read(e: int, matrix: str) -> torch.Tensor:
+            return self.checkpoint.read(self._names[layer, e, matrix]).to(self.device.torch_device).float()
+
+        return [Expert(**{w: read(e, w) for w in MATRICES}) for e in range(self.moe.num_experts)]
+
+    def dense_experts(self, layer: int) -> RunExperts:
+        return run_dense(self.experts(layer))
+
+    def _decoder(self, layer: int) -> DecoderLayer:
+        found = self.model.layers[layer]
+        assert isinstance(found, DecoderLayer)
+        return found
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(ids.flatten().to(self.device.torch_device))
@@ -184,26 +205,25 @@ class WindowModel:
     def attend(self, layer: int, h: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """h: the residual stream [windows * length, hidden] -> (input of the layer's MLP, the stream after
         attention)."""
-        decoder = self.model.layers[layer]
         step = unstored_step([length] * (len(h) // length), length, 1, h.device)
-        spec = self.model.specs[layer]
-        return decoder.attend(h, None, self.model.rope(step), step, (Held(spec), Held(spec)))  # type: ignore[arg-type]
+        held = tuple(Held(self.model.specs[layer]) for _ in "kv")
+        return self._decoder(layer).attend(h, None, self.model.rope(step), step, held)  # type: ignore[arg-type]
 
     def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(expert ids, weights), [rows, top_k] each."""
-        sparse = self.model.layers[layer].mlp
+        sparse = self._decoder(layer).mlp
         assert isinstance(sparse, MoeLayer)
         return sparse.route(x)
 
     def dense_mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return self.model.layers[layer].mlp(x)
+        return self._decoder(layer).mlp(x)
 
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         return self.model.logits(self.model.norm(h, None)[0])
 
 
 @contextmanager
-def open_windows(model_path: str | Path, device: Device, max_len: int) -> Iterator[WindowModel]:
+def open_windows(model_path: str | Path, device: Device, max_len: int = WINDOW) -> Iterator[WindowModel]:
     checkpoint = open_checkpoint(Path(model_path))
     try:
         config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
