@@ -33,6 +33,8 @@ FLAGS = (
 )
 # With OpenMP, but not linked to a runtime of its own: torch's is already in the process, and two pools of threads
 # spinning on the same cores are slower than one thread. If that does not load, without OpenMP.
+# quant.c: every product and sum of floats is rounded by itself, in the order in which it is written.
+EXACT_FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 VARIANTS = (("-fopenmp",), ())
 TIMEOUT_SECONDS = 120
 
