@@ -15,7 +15,7 @@ import torch
 from nanovllm.hardware.host import cpu_fact
 from nanovllm.ops import quant
 from nanovllm.ops.native import build
-from nanovllm.weights.gguf_quants import TENSOR_TYPES, TensorType, dequantise
+from nanovllm.weights.gguf_quants import TENSOR_TYPES, TensorType, decode
 
 KINDS = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.unpack}
 SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -50,7 +50,7 @@ def test_packing_loses_nothing(name: str) -> None:
     assert name in quant.FORMATS, "a type that is read but not computed with"
     raw = random_rows(KINDS[name], 19, 512, 0)
     matrix = quant.pack(name, raw, KINDS[name].block_bytes)
-    expected = dequantise(raw.flatten(), KINDS[name]).view(19, 512)
+    expected = decode(raw.flatten(), KINDS[name]).view(19, 512)
     assert matrix.shape == (19, 512)
     assert matrix.data.numel() <= raw.numel() * 24 / 19 * 1.03  # eight outputs a panel; K types keep scales as bytes
     ids = torch.tensor([18, 0, 7, 8, 8])
@@ -61,7 +61,7 @@ def test_packing_loses_nothing(name: str) -> None:
 def test_the_twin_is_close_to_floating_point(name: str) -> None:
     raw = random_rows(KINDS[name], 40, 512, 1)
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(2))
-    exact = x.double() @ dequantise(raw.flatten(), KINDS[name]).view(40, 512).double().T
+    exact = x.double() @ decode(raw.flatten(), KINDS[name]).view(40, 512).double().T
     found = quant.linear(x, quant.pack(name, raw, KINDS[name].block_bytes))
     assert (found - exact).norm() < 0.01 * exact.norm()  # 127 steps from 0 to the largest of 32 numbers
 
