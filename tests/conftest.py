@@ -15,6 +15,13 @@ from nanovllm import LLM
 from tests.cli.runner import Run, make_runner
 from tests.tiny_models import TinyModel, build, save_tokenizer
 
+# Whole files go to two processes in this order: a long one that begins last would keep the other process waiting.
+LONGEST = ("test_cross_compile.py", "test_triton_interpreter.py", "test_device_path.py", "test_faults.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
 
 @pytest.fixture(autouse=True)
 def fresh_logger() -> Iterator[None]:
