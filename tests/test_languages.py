@@ -11,7 +11,7 @@ import pytest
 
 from tests.test_docs import READMES, ROOT, read, table_rows, without_blocks
 
-PAGES = ["README.md", "docs/features.md", "docs/benchmarks.md"]
+PAGES = ["README.md", "docs/features.md", "docs/benchmarks.md", "docs/learn/README.md", "docs/learn/failures.md"]
 MAX_README_LINES = 150
 NUMBER = r"\d+(?:[.,]\d+)*"
 
@@ -118,6 +118,14 @@ def test_a_readme_is_short(page: str) -> None:
     assert len(read(page).splitlines()) <= MAX_README_LINES
 
 
+def test_the_lengths_of_the_core_are_those_of_the_files() -> None:
+    rows = [row for row in table_rows(read("README.md")) if len(row) == 3 and row[1].isdigit()]
+    assert len(rows) == 9
+    for name, lines, _ in rows:
+        found = len(read(f"nanovllm/{name.strip('`')}").splitlines())
+        assert abs(found - int(lines)) <= max(5, found // 20), name
+
+
 def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
     """The figures of a row are in one line of docs/benchmarks.md, or of the page that the row links to; in the latter
     case the numbers of its first cell are, too."""
@@ -131,7 +139,8 @@ def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
 
 
 def test_the_count_of_workloads_ahead_is_right() -> None:
-    rows = [row for row in table_rows(read("docs/benchmarks.md")) if len(row) == 5 and row[1].startswith("**")]
+    rows = [row for row in table_rows(read("docs/benchmarks.md")) if len(row) == 5 and row[4].endswith("%")]
+    assert [row[0] for row in rows if not row[1].startswith("**")] == ["prefill 16x1024"]  # bold: no other is ahead
     ratios = [float(row[1].strip("*").replace(",", "")) / float(row[2].replace(",", "")) for row in rows]
     [behind] = [ratio for ratio in ratios if ratio < 1]
     said = f"Of {len(ratios)} workloads Nano-vLLM is ahead in {len(ratios) - 1} and reaches {behind:.0%}"

@@ -86,7 +86,7 @@ def gpu_tables(results: list[dict[str, Any]], words: Words) -> str | None:
             rows.append(
                 [
                     row["workload"],
-                    f"**{row['tokens_per_second']:,.0f}**",
+                    _bold_if_first(row["tokens_per_second"], figures),
                     *(f"{f:,.0f}" if f else "" for f in figures),
                     f"{row['limit']:,.0f}",
                     f"{row['share_of_limit']:.0%}",
@@ -94,6 +94,10 @@ def gpu_tables(results: list[dict[str, Any]], words: Words) -> str | None:
             )
         parts.append(f"{_markdown(columns, rows)}\n\n{_where(report, words)}")
     return "\n\n".join(parts) or None
+
+
+def _bold_if_first(rate: float, others: list[float | None]) -> str:
+    return f"{rate:,.0f}" if any(rate < other for other in others if other) else f"**{rate:,.0f}**"
 
 
 def fill(page: Path, results: list[dict[str, Any]], words: Words) -> list[str]:

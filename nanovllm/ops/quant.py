@@ -1,6 +1,6 @@
 """Quantised matrices on a CPU: how they are packed, and the plain twin of ops/native/quant.c.
 
-    matrix = pack("Q4_1", raw)                 # raw: a GGUF tensor's bytes, [outputs, bytes of a row]
+    matrix = pack("Q4_1", q, header)           # of weights/gguf_quants.py:split
     y = linear(x, matrix)                      # x float32 [rows, size] -> [rows, outputs]
     rows = dequantise_rows(matrix, ids)        # of an embedding
 
@@ -85,12 +85,7 @@ class Numbers:
     halves: torch.Tensor | None = None  # int32 [outputs, blocks, 2]: the scales of half blocks
 
 
-# ---- GGUF's blocks to numbers --------------------------------------------------------------------------------------
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[..., bytes] -> [..., 2 * bytes]: all low nibbles, then all high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=-1)
+# ---- numbers to panels and back ------------------------------------------------------------------------------------
 
 
 def _f16(raw: torch.Tensor) -> torch.Tensor:
@@ -104,47 +99,11 @@ def _bit_plane(packed: torch.Tensor, step: int) -> torch.Tensor:
     return (packed[..., None, :] >> shifts) & (2**step - 1)
 
 
-def _super_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """12 bytes of 6-bit numbers (weights/gguf_quants.py draws them) -> two uint8 [..., 8]."""
-    a, b, c = raw[..., 0:4], raw[..., 4:8], raw[..., 8:12]
-    return (
-        torch.cat([a & 63, (c & 15) | ((a >> 6) << 4)], dim=-1),
-        torch.cat([b & 63, (c >> 4) | ((b >> 6) << 4)], dim=-1),
-    )
-
-
-def _fields(form: Format, raw: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """GGUF's bytes [outputs, records, bytes] -> q uint8 (int8 as bits) [outputs, blocks, 32], and the parts of a header
-    in their order, each uint8 [outputs, headers, bytes]."""
-    outputs = len(raw)
-    if form.scales <= MINIMUM:
-        first = 2 if form.scales == SCALE else 4
-        header = [raw[..., i : i + 2] for i in range(0, first, 2)]
-        if form.bits == 8:
-            return raw[..., first:], header
-        q = _nibbles(raw[..., first + (4 if form.bits == 5 else 0) :])
-        if form.bits == 5:  # bit i of the four bytes is the fifth bit of weight i
-            q = q | _bit_plane(raw[..., first : first + 4], 1).transpose(-1, -2).flatten(-2) << 4
-        return q, header
-    if form.scales == SUPER:
-        scale, minimum = _super_scales(raw[..., 4:16])
-        q = _nibbles(raw[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-        if form.bits == 5:
-            q = q | _bit_plane(raw[..., 16:48], 1) << 4
-        return q.reshape(outputs, -1, BLOCK), [raw[..., 0:2], raw[..., 2:4], scale, minimum]
-    q = _nibbles(raw[..., :128].unflatten(-1, (2, 64)))
-    tops = _bit_plane(raw[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-2)
-    return (q | tops << 4).reshape(outputs, -1, BLOCK), [raw[..., 208:210], raw[..., 192:208]]
-
-
-# ---- numbers to panels and back ------------------------------------------------------------------------------------
-
-
-def pack(name: str, raw: torch.Tensor, record_bytes: int) -> PackedMatrix:
-    """raw uint8 [outputs, bytes of a row], a row of records (GGUF's blocks) of so many bytes."""
-    form, outputs = FORMATS[name], len(raw)
-    q, header = _fields(form, raw.unflatten(1, (-1, record_bytes)))
-    padding = -outputs % LANES
+def pack(name: str, q: torch.Tensor, header: list[torch.Tensor]) -> PackedMatrix:
+    """q uint8 [outputs, size], and the parts of a header in their order, each uint8 [outputs, headers, bytes]: what
+    weights/gguf_quants.py:split finds in a GGUF tensor."""
+    form, outputs = FORMATS[name], len(q)
+    padding, q = -outputs % LANES, q.unflatten(1, (-1, BLOCK))
     q, *header = (torch.nn.functional.pad(part, (0, 0, 0, 0, 0, padding)) for part in (q, *header))
     # [panels, lanes, headers, bytes] -> [panels, headers, what one lane has of each field, lanes]
     fields = [part.unflatten(0, (-1, LANES)) for part in header]

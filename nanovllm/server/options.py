@@ -17,14 +17,25 @@ REASONING_PARSERS = ("qwen3", "deepseek_r1")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 INTEGERS = {
-    "port": (0, 65535), "max_waiting": (0, 10**6), "max_header_kb": (1, 1024), "max_prompts": (1, 10**5),
-    "max_n": (1, 1024), "max_watchers": (1, 1024), "max_headers": (1, 10**4), "max_connections": (1, 10**6),
+    "port": (0, 65535),
+    "max_waiting": (0, 10**6),
+    "max_header_kb": (1, 1024),
+    "max_prompts": (1, 10**5),
+    "max_n": (1, 1024),
+    "max_watchers": (1, 1024),
+    "max_headers": (1, 10**4),
+    "max_connections": (1, 10**6),
     "max_responses": (0, 10**6),
-}  # fmt: skip
+}
 POSITIVE = {
-    "request_timeout", "drain_timeout", "encode_timeout", "step_timeout", "idle_timeout", "max_body_mb",
+    "request_timeout",
+    "drain_timeout",
+    "encode_timeout",
+    "step_timeout",
+    "idle_timeout",
+    "max_body_mb",
     "max_responses_mb",
-}  # fmt: skip
+}
 CHOICES = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS}
 TEXTS = {"host", "api_key", "served_model_name", "trace"}
 LISTS = {

@@ -59,10 +59,20 @@ class ResponseFormat(Body):
 class Sampling(Body):
     """What completions and chat have in common."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({
-        "store", "metadata", "reasoning_effort", "verbosity", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "prediction", "guided_decoding_backend",
-    })  # fmt: skip
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "store",
+            "metadata",
+            "reasoning_effort",
+            "verbosity",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prediction",
+            "guided_decoding_backend",
+        }
+    )
 
     model: str | None = None
     n: int = 1

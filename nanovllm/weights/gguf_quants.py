@@ -25,9 +25,9 @@ def _numbers(blocks: torch.Tensor, start: int, end: int, dtype: torch.dtype) -> 
     return blocks[:, start:end].contiguous().view(dtype).float()
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[..., bytes] -> [..., 2, bytes] float32: all low nibbles come first, then all high nibbles (ggml's order)."""
-    out = torch.empty(*packed.shape[:-1], 2, packed.shape[-1], dtype=torch.float32, device=packed.device)
+def _nibbles(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[..., bytes] -> [..., 2, bytes]: all low nibbles come first, then all high nibbles (ggml's order)."""
+    out = torch.empty(*packed.shape[:-1], 2, packed.shape[-1], dtype=dtype, device=packed.device)
     out[..., 0, :] = packed & 0x0F
     out[..., 1, :] = packed >> 4
     return out
@@ -77,17 +77,22 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return _numbers(blocks, 2, 34, torch.int8).mul_(d)
 
 
-def _sub_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """d f16, dmin f16, 12 bytes of 6-bit numbers -> scale and minimum of the 8 sub-blocks, each [blocks, 8, 1].
+def _six_bit(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """12 bytes of 6-bit numbers -> scale and minimum of the 8 sub-blocks, each uint8 [blocks, 8].
 
     12 bytes x 8 bits = 16 numbers x 6 bits. Call the bytes a[0:4], b[0:4], c[0:4]. Sub-blocks 0-3 have their scale in
     the low six bits of a, their minimum in the low six bits of b. Sub-blocks 4-7 have the low four bits of scale
     and minimum in the two nibbles of c, and their top two bits in what a and b left over.
     """
+    a, b, c = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scale = torch.cat([a & 63, (c & 15) | ((a >> 6) << 4)], dim=1)
+    return scale, torch.cat([b & 63, (c >> 4) | ((b >> 6) << 4)], dim=1)
+
+
+def _sub_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d f16, dmin f16, 12 bytes of 6-bit numbers -> scale and minimum of the 8 sub-blocks, each [blocks, 8, 1]."""
     d = _numbers(blocks, 0, 4, torch.float16)
-    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scale = torch.cat([a & 63, (c & 15) | ((a >> 6) << 4)], dim=1).float()
-    minimum = torch.cat([b & 63, (c >> 4) | ((b >> 6) << 4)], dim=1).float()
+    scale, minimum = (part.float() for part in _six_bit(blocks[:, 4:16]))
     return scale.mul_(d[:, :1]).unsqueeze(-1), minimum.mul_(d[:, 1:]).unsqueeze(-1)
 
 
@@ -166,3 +171,28 @@ def decode(raw: torch.Tensor, kind: TensorType) -> torch.Tensor:
         return raw.clone().view(kind.dtype)  # clone first: a fresh buffer is aligned for any dtype
     assert kind.unpack is not None
     return kind.unpack(raw.view(-1, kind.block_bytes)).flatten()
+
+
+def split(raw: torch.Tensor, kind: TensorType) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Rows of a quantised tensor, uint8 [rows, bytes of a row], as what they are made of: the small integers q, uint8
+    [rows, weights] (those of Q8_0 are int8 as bits), and the numbers that a block shares, in the order of the functions
+    above, each uint8 [rows, blocks, bytes]; the 6-bit ones of Q4_K and Q5_K as a byte each."""
+    rows, name = len(raw), kind.name
+    blocks = raw.reshape(-1, kind.block_bytes)
+    if name == "Q6_K":
+        q = _nibbles(blocks[:, :128].unflatten(1, (2, 64)), torch.uint8).flatten(1)
+        q |= _bits(blocks[:, 128:192].unflatten(1, (2, 32)), [0, 2, 4, 6], 3).flatten(1) << 4
+        shared = [blocks[:, 208:210], blocks[:, 192:208]]
+    elif name.endswith("_K"):
+        q = _nibbles(blocks[:, -128:].unflatten(1, (4, 32)), torch.uint8).flatten(1, 2)
+        if name == "Q5_K":
+            q |= _bits(blocks[:, 16:48], list(range(8)), 1) << 4
+        shared = [blocks[:, 0:2], blocks[:, 2:4], *_six_bit(blocks[:, 4:16])]
+    else:
+        first = 4 if name.endswith("_1") else 2
+        shared = [blocks[:, at : at + 2] for at in range(0, first, 2)]
+        if name.startswith("Q5"):
+            q = _nibbles(blocks[:, first + 4 :], torch.uint8).flatten(1) | _fifth_bits(blocks[:, first : first + 4])
+        else:
+            q = blocks[:, first:] if name == "Q8_0" else _nibbles(blocks[:, first:], torch.uint8)
+    return q.reshape(rows, -1), [part.reshape(rows, -1, part.shape[1]) for part in shared]

@@ -15,7 +15,7 @@ import torch
 from nanovllm.hardware.host import cpu_fact
 from nanovllm.ops import quant
 from nanovllm.ops.native import build
-from nanovllm.weights.gguf_quants import TENSOR_TYPES, TensorType, decode
+from nanovllm.weights.gguf_quants import TENSOR_TYPES, TensorType, decode, split
 
 KINDS = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.unpack}
 SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -38,6 +38,10 @@ def random_rows(kind: TensorType, outputs: int, size: int, seed: int) -> torch.T
     return raw.flatten(1)
 
 
+def pack(name: str, raw: torch.Tensor) -> quant.PackedMatrix:
+    return quant.pack(name, *split(raw, KINDS[name]))
+
+
 def inputs(rows: int, size: int, seed: int) -> torch.Tensor:
     """With a block of zeros, one of equal numbers, tiny ones, and an outlier."""
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(seed))
@@ -49,7 +53,7 @@ def inputs(rows: int, size: int, seed: int) -> torch.Tensor:
 def test_packing_loses_nothing(name: str) -> None:
     assert name in quant.FORMATS, "a type that is read but not computed with"
     raw = random_rows(KINDS[name], 19, 512, 0)
-    matrix = quant.pack(name, raw, KINDS[name].block_bytes)
+    matrix = pack(name, raw)
     expected = decode(raw.flatten(), KINDS[name]).view(19, 512)
     assert matrix.shape == (19, 512)
     assert matrix.data.numel() <= raw.numel() * 24 / 19 * 1.03  # eight outputs a panel; K types keep scales as bytes
@@ -62,13 +66,13 @@ def test_the_twin_is_close_to_floating_point(name: str) -> None:
     raw = random_rows(KINDS[name], 40, 512, 1)
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(2))
     exact = x.double() @ decode(raw.flatten(), KINDS[name]).view(40, 512).double().T
-    found = quant.linear(x, quant.pack(name, raw, KINDS[name].block_bytes))
+    found = quant.linear(x, pack(name, raw))
     assert (found - exact).norm() < 0.01 * exact.norm()  # 127 steps from 0 to the largest of 32 numbers
 
 
 def test_what_is_not_finite_stays_visible() -> None:
     kind = KINDS["Q4_1"]
-    matrix = quant.pack("Q4_1", random_rows(kind, 16, 64, 3), kind.block_bytes)
+    matrix = pack("Q4_1", random_rows(kind, 16, 64, 3))
     x = inputs(3, 64, 4)
     x[1, 5], x[2, 40] = torch.inf, torch.nan
     found = quant.linear(x, matrix)
@@ -114,7 +118,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 def test_every_processor_gives_the_bits_of_the_twin(compiled: Compiled, variant: str, name: str) -> None:
     command, kind = compiled(variant), KINDS[name]
     for outputs, size, rows in ((8, 256, 1), (19, 512, 7), (16, 256, 4)):
-        matrix = quant.pack(name, random_rows(kind, outputs, size, outputs), kind.block_bytes)
+        matrix = pack(name, random_rows(kind, outputs, size, outputs))
         x = inputs(rows, size, rows)
         head = struct.pack("<5q", matrix.form.index, outputs, size, rows, matrix.data.numel())
         data = head + matrix.data.numpy().tobytes() + x.numpy().tobytes()

@@ -43,10 +43,16 @@ def short_json(server: Running) -> dict[str, int]:
 # ---- bodies ----------------------------------------------------------------------------------------------------------
 
 ABOUT: dict[str, Any] = {
-    "store": True, "metadata": {"a": "b"}, "user": "me", "verbosity": "low", "reasoning_effort": "high",
-    "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "flex",
+    "store": True,
+    "metadata": {"a": "b"},
+    "user": "me",
+    "verbosity": "low",
+    "reasoning_effort": "high",
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "service_tier": "flex",
     "prediction": {"type": "content", "content": "x"},
-}  # fmt: skip
+}
 CALLED = {
     "id": "abcdefgh1",
     "index": 0,
@@ -112,6 +118,8 @@ def test_unknown_sampling_fields_stay_errors(server: Running, field: str) -> Non
     error = check_error(server.post("/v1/chat/completions", {"messages": ASK, **ABOUT, field: 1}))
     assert (error["param"], error["code"]) == (field, "unknown_field")
     assert check_error(server.post("/v1/completions", {"prompt": "a", "store": True, field: 1}))["param"] == field
+    error = check_error(server.post("/v1/chat/completions", {"messages": ASK, "tools": [{**WEATHER, field: 1}]}))
+    assert (error["param"], error["code"]) == ("tools", "unknown_field")
 
 
 # ---- openai ----------------------------------------------------------------------------------------------------------

@@ -131,9 +131,19 @@ def test_the_page_and_its_files(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/static/", "/static/nothing.js", "/static/..%2fapp.py", "/static/../app.py", "/static/%2e%2e/app.py",
-             "/static//etc/passwd", "/static/..%5capp.py", "/page/index.html", "/static/INDEX.HTML"],
-)  # fmt: skip
+    "path",
+    [
+        "/static/",
+        "/static/nothing.js",
+        "/static/..%2fapp.py",
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static//etc/passwd",
+        "/static/..%5capp.py",
+        "/page/index.html",
+        "/static/INDEX.HTML",
+    ],
+)
 def test_only_the_files_of_the_page(server: Running, path: str) -> None:
     # httpx would tidy the path up
     answer = server.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
@@ -173,11 +183,21 @@ def test_without_events_only_the_facts_are_told(server: Running) -> None:
         ]
         assert client.get("/engine/trace").status_code == 404
     assert info == {
-        "events": False, "replay": False, "version": info["version"], "model": server.model, "policy": "fcfs",
-        "num_blocks": 128, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64,
-        "max_model_len": server.engine.max_model_len, "prefix_caching": True, "paused": False,
-        "device": server.engine.executor.device.name, "sampling_defaults": {},
-    }  # fmt: skip
+        "events": False,
+        "replay": False,
+        "version": info["version"],
+        "model": server.model,
+        "policy": "fcfs",
+        "num_blocks": 128,
+        "block_size": 16,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": server.engine.max_model_len,
+        "prefix_caching": True,
+        "paused": False,
+        "device": server.engine.executor.device.name,
+        "sampling_defaults": {},
+    }
     for answer in answers:
         assert answer.status_code == 404
         assert "--events" in answer.json()["error"]["message"]
@@ -328,10 +348,17 @@ def test_a_step_of_nothing(watched: Running) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "field"),
-    [("control", {"action": "stop"}, "action"), ("control", {"action": 3}, "action"), ("control", {}, "action"),
-     ("control", {"action": "pause", "for": 3}, "for"), ("control", {"action": "step"}, "action"),
-     ("policy", {"policy": "priority"}, "policy"), ("policy", {"policy": None}, "policy"), ("policy", [], None)],
-)  # fmt: skip
+    [
+        ("control", {"action": "stop"}, "action"),
+        ("control", {"action": 3}, "action"),
+        ("control", {}, "action"),
+        ("control", {"action": "pause", "for": 3}, "for"),
+        ("control", {"action": "step"}, "action"),
+        ("policy", {"policy": "priority"}, "policy"),
+        ("policy", {"policy": None}, "policy"),
+        ("policy", [], None),
+    ],
+)
 def test_bad_controls_are_named(watched: Running, path: str, body: Any, field: str | None) -> None:
     answer = watched.post(f"/engine/{path}", body)
     assert answer.status_code == 400

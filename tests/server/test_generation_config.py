@@ -64,8 +64,17 @@ def test_fields_left_out_or_null_are_the_models(
     assert sampled_by(tuned, monkeypatch, path, {**body, **dict.fromkeys(VALUES)}) == SamplingParams(**VALUES)
 
 
-GIVEN = [{"temperature": 0}, {"temperature": 1.0}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"min_p": 0.0},
-         {"repetition_penalty": 1.0}, {"max_tokens": 23}, {"max_tokens": 24}]  # fmt: skip
+GIVEN = [
+    {"temperature": 0},
+    {"temperature": 1.0},
+    {"top_k": 0},
+    {"top_k": -1},
+    {"top_p": 1.0},
+    {"min_p": 0.0},
+    {"repetition_penalty": 1.0},
+    {"max_tokens": 23},
+    {"max_tokens": 24},
+]
 
 
 @BOTH

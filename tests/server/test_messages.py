@@ -229,26 +229,37 @@ def test_structured_output(server: Running, client: Any) -> None:
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"max_tokens": None}, "max_tokens", "required"), ({"max_tokens": 0}, "max_tokens", "0"),
-    ({"max_tokens": 10**6}, "max_tokens", "lower max_tokens"), ({"messages": []}, "messages", "at least 1"),
+    ({"max_tokens": None}, "max_tokens", "required"),
+    ({"max_tokens": 0}, "max_tokens", "0"),
+    ({"max_tokens": 10**6}, "max_tokens", "lower max_tokens"),
+    ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "image"),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages", "image"),
     ({"messages": [{"role": "nobody", "content": "a"}]}, "messages", "role"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "needs text"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
-     "messages", "assistant"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+        "messages",
+        "assistant",
+    ),
     ({"messages": [{"role": "user", "content": "a b c " * 3000}]}, "messages", "max_model_len"),
-    ({"temperature": -1}, "temperature", "-1"), ({"top_p": True}, "top_p", "number"), ({"top_k": -5}, "top_k", "-5"),
-    ({"stop_sequences": ["a"] * 17}, "stop_sequences", "16"), ({"stop_sequences": [""]}, "stop_sequences", "empty"),
-    ({"nothing": 1}, "nothing", "unknown field"), ({"n": 2}, "n", "support"),
+    ({"temperature": -1}, "temperature", "-1"),
+    ({"top_p": True}, "top_p", "number"),
+    ({"top_k": -5}, "top_k", "-5"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences", "16"),
+    ({"stop_sequences": [""]}, "stop_sequences", "empty"),
+    ({"nothing": 1}, "nothing", "unknown field"),
+    ({"n": 2}, "n", "support"),
     ({"stop_sequences": ["a"], "structured_outputs": {"regex": "("}}, "structured_outputs", "compiled"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools", "only custom"),
-    ({"tools": [CLOCK, CLOCK]}, "tools", "twice"), ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
+    ({"tools": [CLOCK, CLOCK]}, "tools", "twice"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
     ({"tool_choice": {"type": "tool"}, "tools": [CLOCK]}, "tool_choice", "needs name"),
-    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "support"), ({"container": "x"}, "container", "support"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "support"),
+    ({"container": "x"}, "container", "support"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config", "compiled"),
     ({"system": [IMAGE]}, "system", "only text"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fault", "param", "words"), FAULTS, ids=lambda x: str(x)[:50])

@@ -23,8 +23,17 @@ OURS = ["127.0.0.1", "127.0.0.1:{port}", "localhost:{port}", "LOCALHOST", "local
 OTHERS = ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example", "evil.localhost",
           "localhost:{port}@evil.example", "evil.example/localhost", "localhost,evil.example", "[::1", "::1", "[]", "",
           ":{port}", "localhost:x", "localhost:1:2", "..", "256.0.0.1", "127.0.0.1..", "ローカル", "a b"]  # fmt: skip
-PATHS = ["/", "/static/app.js", "/health", "/metrics", "/engine/info", "/engine/events", "/v1/models", "/openapi.json",
-         "/nothing"]  # fmt: skip
+PATHS = [
+    "/",
+    "/static/app.js",
+    "/health",
+    "/metrics",
+    "/engine/info",
+    "/engine/events",
+    "/v1/models",
+    "/openapi.json",
+    "/nothing",
+]
 HI = {"prompt": "the", "max_tokens": 1}
 
 

@@ -126,9 +126,18 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["context_lens_ptr"])
 def merge_kernel(
-    parts_ptr, logsums_ptr, out_ptr, context_lens_ptr, num_splits, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    parts_ptr,
+    logsums_ptr,
+    out_ptr,
+    context_lens_ptr,
+    num_splits,
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    STEP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Weighted mean of one (row, q head)'s parts, TILE at a time, with the recurrence of the online softmax."""
     row_head = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row_head // NUM_Q_HEADS)

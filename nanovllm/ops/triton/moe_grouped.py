@@ -21,9 +21,16 @@ from nanovllm.ops.triton.moe_align import Alignment
 
 @triton.jit(do_not_specialize=["num_buffers"], do_not_specialize_on_alignment=["order_ptr", "ends_ptr"])
 def gather_kernel(
-    x_ptr, order_ptr, ends_ptr, out_ptr, num_buffers, x_stride,
-    SIZE: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    order_ptr,
+    ends_ptr,
+    out_ptr,
+    num_buffers,
+    x_stride,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+):
     position = tl.program_id(0).to(tl.int64)
     if position >= tl.load(ends_ptr + num_buffers - 1):
         return

@@ -18,9 +18,16 @@ from nanovllm.ops.triton.common import next_power_of_2
 
 @triton.jit(do_not_specialize_on_alignment=["logits_ptr"])
 def route_kernel(
-    logits_ptr, ids_ptr, weights_ptr, stride, NUM_EXPERTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    K: tl.constexpr, RENORMALISE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    ids_ptr,
+    weights_ptr,
+    stride,
+    NUM_EXPERTS: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E)
     left = e < NUM_EXPERTS

@@ -15,9 +15,18 @@ from nanovllm.ops.triton.common import next_power_of_2
 
 @triton.jit
 def norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr, x_stride, residual_stride, eps,
-    SIZE: tl.constexpr, TILE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     inside = i < SIZE
@@ -63,7 +72,16 @@ def _launch(x, residual, weight, eps, out, residual_out) -> None:
         return
     tile = next_power_of_2(size)
     norm_kernel[(rows,)](
-        x, x if residual is None else residual, weight, out, out if residual_out is None else residual_out,
-        x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        SIZE=size, TILE=tile, HAS_RESIDUAL=residual is not None, num_warps=min(max(tile // 512, 1), 8),
-    )  # fmt: skip
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        out if residual_out is None else residual_out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        SIZE=size,
+        TILE=tile,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=min(max(tile // 512, 1), 8),
+    )

@@ -146,7 +146,16 @@ def search_kernel(
     any_left = tl.max(peaks, axis=0) > float("-inf")
     if any_left:
         token = draw_from_row(
-            logits_ptr + lane * stride, row, position, tl.load(seeds_ptr + row), vocab,
-            peak, whole, lowest, scale, state, BLOCK,
-        )  # fmt: skip
+            logits_ptr + lane * stride,
+            row,
+            position,
+            tl.load(seeds_ptr + row),
+            vocab,
+            peak,
+            whole,
+            lowest,
+            scale,
+            state,
+            BLOCK,
+        )
     record(token, lane, row, position, vocab, any_left, tokens_ptr, state)
