@@ -6,6 +6,7 @@ Values computed later (how many blocks fit, which backend runs) are in other obj
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,19 +17,22 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "dummy")
+KV_CACHE_DTYPES = ("auto", "float16", "int8", "fp8", "fp8_e4m3")
+STORED_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf")  # vLLM's names
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 SPECIAL_TOKENS_IN_TEXT = ("allow", "refuse", "escape")
 POLICIES = ("fcfs", "sjf", "priority")
 EXPERT_PLACEMENTS = ("auto", "resident", "offload")
 EXPERT_POLICIES = ("lfu", "lru", "none")
 EXECUTORS = ("local", "mp", "multiprocess", "ray", "torchrun")
-ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math")
+LATENT_BACKENDS = ("triton.mla", "torch.mla")  # for latent attention (DeepSeek), which the others do not compute
+ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math", *LATENT_BACKENDS)
 # Options of vLLM that scripts often set: (name, values that mean what this engine does anyway, why there are no
 # others). None is always accepted.
 VLLM_OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trust_remote_code", (False,), "code that comes with a model is never run"),
     ("enable_chunked_prefill", (True,), "prompts longer than max_num_batched_tokens are always computed in pieces"),
     ("swap_space", (0,), "a preempted sequence is computed again and never swapped to host memory"),
-    ("quantization", (), "weights are computed in dtype; a quantised .gguf file needs no option"),
     ("revision", ("main",), "download another revision and give its folder as model"),
     ("disable_log_stats", (True, False), "no statistics are logged; RequestOutput.metrics is always filled"),
     ("max_logprobs", (-1,), "logprobs may always be up to 1000, or -1 for the whole vocabulary"),
@@ -57,6 +61,24 @@ def _gigabytes(name: str, value: Any, remedy: str, zero: bool = False) -> None:
         raise ConfigError(f"{name}={value!r}: must be {wanted} below {2**20}; {remedy}")
 
 
+EPLB_NAMES = {
+    "window_size": "eplb_window_size",
+    "step_interval": "eplb_step_interval",
+    "num_redundant_experts": "num_redundant_experts",
+}
+
+
+def _flat_eplb(given: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's eplb_config, a dictionary, as the options of this engine."""
+    if not isinstance(given, dict) or not given.keys() <= EPLB_NAMES.keys():
+        raise ConfigError(f"eplb_config={given!r}: must be a dictionary with some of {', '.join(EPLB_NAMES)}")
+    found = {EPLB_NAMES[name]: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
+        if options.get(name) not in (None, value):
+            raise ConfigError(f"{name}={options[name]!r} and eplb_config={given!r} differ: give one")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of `LLM(...)`. docs/options.md explains each in plain words."""
@@ -66,6 +88,7 @@ class EngineConfig:
     generation_config: str = "auto"  # sampling defaults: the model's own, "vllm" = neutral, or a folder with others
     device: str = "auto"
     dtype: str = "auto"  # the checkpoint's own on a GPU, float32 on the CPU
+    quantization: str = "auto"  # of matrices: auto = as the file has them where that can be computed, none = expanded
     max_model_len: int | None = None  # None = what the model was trained for
     max_num_seqs: int = 256  # sequences running at once
     max_num_batched_tokens: int | None = None  # tokens computed in one step; None = a default for the device
@@ -74,6 +97,7 @@ class EngineConfig:
     kvcache_block_size: int | None = None  # tokens per block; None = a default for the device
     num_kvcache_blocks: int | None = None  # None = as many as fit
     cpu_kvcache_gb: float = 2.0  # KV cache on the CPU, unless num_kvcache_blocks is set
+    kv_cache_dtype: str = "auto"  # of keys and values: auto = the model's, float16 and int8 on a CPU, fp8 on a GPU
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     max_wait_steps: int | None = 64  # sjf: a waiting request is passed over for at most so many steps; None = no aging
@@ -87,6 +111,10 @@ class EngineConfig:
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1  # groups of ranks with whole experts; 1 = every rank has a share of each expert
+    enable_eplb: bool = False  # move experts between the ranks they are spread over, so that all have as much to do
+    num_redundant_experts: int = 0  # of each layer: places for second copies of popular experts, on all ranks together
+    eplb_window_size: int = 1000  # steps whose load decides
+    eplb_step_interval: int = 3000  # steps between two times that experts move
     distributed_executor_backend: str | None = None  # where the ranks are; None = here, or where torchrun put them
     worker_timeout: float = 60.0  # seconds after which a rank that does not answer is given up
     attn_backend: str = "auto"
@@ -96,6 +124,9 @@ class EngineConfig:
     special_tokens_in_text: str = "allow"  # control tokens in a user's text are allowed, refused or escaped
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "generation_config"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}: give a folder, a .gguf file, an alias or a repository id")
         if self.tokenizer is not None and (not isinstance(self.tokenizer, str) or not self.tokenizer):
@@ -104,6 +135,11 @@ class EngineConfig:
             raise ConfigError(f"generation_config={self.generation_config!r}: give 'auto', 'vllm' or a folder")
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
+        if self.quantization in STORED_FORMATS:
+            raise ConfigError(
+                f"quantization={self.quantization!r}: such files are recognised by themselves; leave it out"
+            )
+        _choice("quantization", self.quantization, QUANTIZATIONS)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         _choice("special_tokens_in_text", self.special_tokens_in_text, SPECIAL_TOKENS_IN_TEXT)
         _choice("scheduling_policy", self.scheduling_policy, POLICIES)
@@ -128,6 +164,7 @@ class EngineConfig:
         if self.num_kvcache_blocks is not None:
             _count("num_kvcache_blocks", self.num_kvcache_blocks, 1, 2**31 - 1, "leave it out to fill the memory")
         _gigabytes("cpu_kvcache_gb", self.cpu_kvcache_gb, "2 holds 46,000 tokens of a small model")
+        _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.max_wait_steps is not None:
             _count("max_wait_steps", self.max_wait_steps, 0, 2**31 - 1, "None turns aging off")
         if self.decode_steps is not None:
@@ -139,7 +176,7 @@ class EngineConfig:
         if not isinstance(self.worker_timeout, (int, float)) or not 1 <= self.worker_timeout <= 86400:
             raise ConfigError(f"worker_timeout={self.worker_timeout!r}: must be 1 to 86400 seconds; 60 suits most")
         _count("seed", self.seed, -(2**63), 2**64 - 1, "any 64-bit integer")
-        switches = ("enable_prefix_caching", "expert_prefetch", "expert_cpu_misses", "enforce_eager")
+        switches = ("enable_prefix_caching", "enable_eplb", "expert_prefetch", "expert_cpu_misses", "enforce_eager")
         for name in (*switches, "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
@@ -162,6 +199,7 @@ class EngineConfig:
                     f"lower the former, or leave it out to use what is left"
                 )
         self._check_spread()
+        self._check_balancing()
         if self.expert_host_gb is not None:
             _gigabytes("expert_host_gb", self.expert_host_gb, "0 reads all experts from disk", zero=True)
 
@@ -180,6 +218,30 @@ class EngineConfig:
                 f"share of each expert on every rank"
             )
 
+    def _check_balancing(self) -> None:
+        size, count = self.expert_parallel_size, self.num_redundant_experts
+        _count("num_redundant_experts", count, 0, 65536, "a quarter of the experts of a layer is plenty")
+        _count("eplb_window_size", self.eplb_window_size, 1, 2**20, "1000 is a good start")
+        _count("eplb_step_interval", self.eplb_step_interval, 1, 2**31 - 1, "3000 is a good start")
+        if self.enable_eplb and size == 1:
+            raise ConfigError(
+                f"enable_eplb=True: every rank has a share of each expert (expert_parallel_size={size}), so all have "
+                f"as much to do; leave it out, or set expert_parallel_size to spread whole experts"
+            )
+        if self.enable_eplb and self.quantization in ("int8", "int4"):
+            raise ConfigError(
+                f"enable_eplb=True: experts move between ranks as numbers of dtype, not in "
+                f"quantization={self.quantization!r}; leave one of the two out"
+            )
+        if count and not self.enable_eplb:
+            raise ConfigError(f"num_redundant_experts={count}: nothing would use them; set enable_eplb=True too")
+        if count % size:
+            near = count // size * size
+            raise ConfigError(
+                f"num_redundant_experts={count}: must be a multiple of expert_parallel_size={size}, all ranks have as "
+                f"many; possible: {near}, {near + size}"
+            )
+
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """None is the default, and vLLM's options are accepted where they mean what this engine does. An unknown option
@@ -192,6 +254,8 @@ class EngineConfig:
             if options.get("kvcache_block_size") not in (None, size):
                 raise ConfigError(f"block_size={size!r} is another name of kvcache_block_size, which differs: give one")
             options["kvcache_block_size"] = size
+        if (eplb := options.pop("eplb_config", None)) is not None:
+            options |= _flat_eplb(eplb, options)
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
@@ -200,9 +264,9 @@ class EngineConfig:
                 raise ConfigError(f"unknown option {name!r}: {hint}")
         options = {name: value for name, value in options.items() if value is not None or name in NULLABLE}
         # torch.bfloat16 prints as "torch.bfloat16": accepted, so that vLLM scripts run unchanged
-        if "dtype" in options:
-            dtype = re.sub(r"^torch\.", "", str(options["dtype"]))
-            options["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+        for name in options.keys() & {"dtype", "kv_cache_dtype"}:
+            dtype = re.sub(r"^torch\.", "", str(options[name]))
+            options[name] = DTYPE_ALIASES.get(dtype, dtype)
         return cls(**options)
 
 

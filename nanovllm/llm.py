@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,16 +25,18 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.light_tokenizer import transformers_tokenizer
 
 
 class LLM:
     """A model ready to generate. Options are those of EngineConfig; docs/options.md explains them."""
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_options(model=model, **options))
         self._count = 0
         self._driver: dict[str, int] = {}  # "thread" -> id of the thread whose call runs
         self._ids: list[str] = []  # of the call that runs, or of one that was interrupted
+        self._closing = False
 
     def generate(
         self,
@@ -87,10 +90,14 @@ class LLM:
         return SamplingParams(**self.engine.sampling_defaults.values)
 
     def get_tokenizer(self) -> Any:
-        return self.engine.tokenizer
+        """The transformers tokenizer; for a GGUF file it is made by the first call (weights/light_tokenizer.py)."""
+        return transformers_tokenizer(self.engine.tokenizer)
 
     def close(self) -> None:
-        self.engine.close()
+        """Free the model. A call that runs in another thread raises EngineDeadError after the step it is in."""
+        self._closing = True
+        with self._driving():
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -159,6 +166,8 @@ class LLM:
             while len(done) < len(ids):
                 if keys.pressed:
                     raise KeyboardInterrupt
+                if self._closing:
+                    raise EngineDeadError("the engine was closed while this request ran")
                 if not self.engine.has_unfinished_requests():
                     raise EngineDeadError("requests were lost; this is a fault of the engine")
                 finished = 0

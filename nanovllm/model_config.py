@@ -6,11 +6,13 @@ differs from Llama (biases, q/k norm) is in its file under models/.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ModelError
+from nanovllm.quantization_config import QuantizationConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Largest sane values. Published models: theta up to 4e9, contexts stretched up to 512 times.
@@ -38,18 +40,34 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768},
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768},
     "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768},
+    "DeepseekV3ForCausalLM": {"max_position_embeddings": 4096},
+}
+MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")  # the second in files of transformers
+DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+# (scoring_func, topk_method) of DeepSeek's routers -> whether experts are limited to the best groups
+DEEPSEEK_ROUTERS = {
+    ("softmax", "greedy"): False,
+    ("softmax", "group_limited_greedy"): True,
+    ("sigmoid", "noaux_tc"): True,
 }
 
 
-def positive_int(config: Mapping[str, Any], name: str, default: int | None = None, high: int = 2**31 - 1) -> int:
+def positive_int(
+    config: Mapping[str, Any], name: str, default: int | None = None, high: int = 2**31 - 1, low: int = 1
+) -> int:
     value = config.get(name)
     if value is None:
         value = default
     if value is None:
         raise ModelError(f"config.json has no {name!r}: is this a causal language model in Hugging Face format?")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-        raise ModelError(f"config.json: {name}={value!r} must be an integer in [1, {high}]")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ModelError(f"config.json: {name}={value!r} must be an integer in [{low}, {high}]")
     return value
+
+
+def count(config: Mapping[str, Any], name: str, high: int) -> int:
+    """Absent means none."""
+    return positive_int(config, name, 0, high, low=0)
 
 
 def positive_float(
@@ -63,6 +81,13 @@ def positive_float(
     return float(value)
 
 
+def boolean(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, bool):
+        raise ModelError(f"config.json: {name}={value!r} must be true or false")
+    return value
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding: base, kind, and the parameters of that kind (names as in the checkpoint)."""
@@ -71,6 +96,15 @@ class RopeConfig:
     kind: str
     params: Mapping[str, Any]
     rotary_dim: int
+
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek multiplies attention scores by when YaRN stretches the context: m^2, where q and k of other
+        families are multiplied by m each (layers/rotary.py)."""
+        if self.kind == "default" or not self.params.get("mscale_all_dim"):
+            return 1.0
+        stretch = positive_float(self.params, "factor")
+        return sharpen(stretch, positive_float(self.params, "mscale_all_dim")) ** 2
 
     @classmethod
     def from_hf(
@@ -106,6 +140,55 @@ class RopeConfig:
         return cls(theta, kind, params, rotary_dim)
 
 
+def sharpen(factor: float, mscale: float) -> float:
+    """YaRN's m: how much larger q and k are made when the context is stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention (DeepSeek): keys and values of all heads are computed from one vector a token."""
+
+    q_rank: int | None  # size of the vector that queries are computed from; None = from the hidden state itself
+    kv_rank: int
+    nope_dim: int  # of a head's q and k: the part without a position
+    rope_dim: int  # and the part that is rotated; of k it is the same for all heads
+    v_dim: int
+    interleaved: bool  # RoPE turns pairs (0, 1), (2, 3), ... and not (0, n / 2), (1, n / 2 + 1), ...
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], architecture: str, num_heads: int) -> MlaConfig | None:
+        if architecture not in DEEPSEEK:
+            return None
+        if positive_int(config, "num_key_value_heads", num_heads) != num_heads:
+            raise ModelError(
+                f"config.json: num_key_value_heads={config['num_key_value_heads']!r} must be num_attention_heads="
+                f"{num_heads}: latent attention has one key and value for each head"
+            )
+        for name in ("attention_bias", "mlp_bias"):
+            if boolean(config, name):
+                raise ModelError(f"config.json: {name}=True is not supported for {architecture} (no published one has)")
+        q_rank = None if config.get("q_lora_rank") is None else positive_int(config, "q_lora_rank", high=2**20)
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        kv_rank, nope, rope, v = (positive_int(config, name, high=2**16) for name in names)
+        interleaved = architecture == DEEPSEEK[0] or boolean(config, "rope_interleave", True)
+        return cls(q_rank, kv_rank, nope, rope, v, interleaved)
+
+    @property
+    def head_dim(self) -> int:
+        """Of q and k."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_size(self) -> int:
+        """Numbers that are cached for a token, whatever the number of heads."""
+        return self.kv_rank + self.rope_dim
+
+    def expanded_size(self, num_heads: int) -> int:
+        """Numbers that keys and values of a token would take."""
+        return num_heads * (self.head_dim + self.v_dim)
+
+
 @dataclass(frozen=True)
 class MoeConfig:
     """The sparse layers: a router chooses `top_k` of `num_experts` gated MLPs for every token."""
@@ -115,19 +198,33 @@ class MoeConfig:
     intermediate_size: int  # of one expert; ModelConfig.intermediate_size is that of dense layers
     renormalise: bool  # whether the chosen experts' probabilities are divided by their sum
     layers: tuple[bool, ...]  # which layers are sparse
+    scoring: str = "softmax"  # or "sigmoid": an expert's score does not depend on the others', and a bias is added
+    num_groups: int = 1  # experts are chosen from the best `top_groups` of so many groups of neighbours
+    top_groups: int = 1
+    scale: float = 1.0  # on the weights of the chosen experts
+    shared_size: int = 0  # intermediate size of an MLP that every token takes besides
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], architecture: str, num_layers: int) -> MoeConfig | None:
         """None for a model without experts."""
-        if architecture == "MixtralForCausalLM":
+        more: dict[str, Any] = {}
+        if architecture in DEEPSEEK and config.get("n_routed_experts") is None:
+            return None
+        if architecture in DEEPSEEK:
+            size_name, layers = "moe_intermediate_size", _deepseek_layers(config, num_layers)
+            renormalise, more = boolean(config, "norm_topk_prob", architecture == DEEPSEEK[1]), _router(config)
+            if renormalise and architecture == DEEPSEEK[0]:
+                raise ModelError(
+                    "config.json: norm_topk_prob=true of DeepSeek-V2: published models have false, and implementations "
+                    "disagree about what true means; set it to false if the model was trained so"
+                )
+        elif architecture == "MixtralForCausalLM":
             size_name, renormalise, layers = "intermediate_size", True, (True,) * num_layers
         elif architecture == "Qwen3MoeForCausalLM":
-            size_name, renormalise = "moe_intermediate_size", config.get("norm_topk_prob") or False
+            size_name, renormalise = "moe_intermediate_size", boolean(config, "norm_topk_prob")
             layers = _qwen3_moe_layers(config, num_layers)
         else:
             return None
-        if not isinstance(renormalise, bool):
-            raise ModelError(f"config.json: norm_topk_prob={renormalise!r} must be true or false")
         num_experts = _num_experts(config)
         top_k = positive_int(config, "num_experts_per_tok", high=MAX_EXPERTS)
         if top_k > num_experts:
@@ -140,15 +237,62 @@ class MoeConfig:
                 "experts (Qwen2-MoE) are not supported; use a Mixtral or Qwen3-MoE model"
             )
         size = positive_int(config, size_name, high=2**22)
-        return cls(num_experts, top_k, size, renormalise, layers) if any(layers) else None
+        if num_shared := more.pop("num_shared", 0):
+            more["shared_size"] = num_shared * size
+        _check_groups(num_experts, top_k, **more)
+        return cls(num_experts, top_k, size, renormalise, layers, **more) if any(layers) else None
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
-    """Mixtral's files have num_local_experts, Qwen's num_experts; transformers 5 writes the first for both."""
-    found = {name: config[name] for name in ("num_local_experts", "num_experts") if config.get(name) is not None}
-    if len(found) == 2 and found["num_local_experts"] != found["num_experts"]:
-        raise ModelError(f"config.json: num_local_experts and num_experts disagree ({found}); keep the right one")
+    """Mixtral's files have num_local_experts, Qwen's num_experts, DeepSeek's n_routed_experts; transformers 5 may write
+    the first for all."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    if any(number != next(iter(found.values())) for number in found.values()):
+        raise ModelError(f"config.json: {' and '.join(found)} disagree ({found}); keep the right one")
     return positive_int(config, next(iter(found), "num_local_experts"), high=MAX_EXPERTS)
+
+
+def _deepseek_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """The first layers are dense; of the others every moe_layer_freq-th is sparse."""
+    first = count(config, "first_k_dense_replace", num_layers)
+    every = positive_int(config, "moe_layer_freq", 1)
+    return tuple(i >= first and i % every == 0 for i in range(num_layers))
+
+
+def _router(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What MoeConfig has more for DeepSeek; `num_shared` besides."""
+    is_v3 = config["architectures"][0] == DEEPSEEK[1]  # transformers 5 writes neither of the two names for it
+    scoring = config.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
+    method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    limited = DEEPSEEK_ROUTERS.get((scoring, method)) if isinstance(scoring, str) and isinstance(method, str) else None
+    if limited is None:
+        known = ", ".join(f"{a} with {b}" for a, b in DEEPSEEK_ROUTERS)
+        raise ModelError(f"config.json: scoring_func={scoring!r} with topk_method={method!r}: this engine has {known}")
+    found = {
+        "scoring": scoring,
+        "scale": positive_float(config, "routed_scaling_factor", 2.5 if is_v3 else 1.0),
+        "num_shared": count(config, "n_shared_experts", 1024),
+    }
+    if limited:
+        found["num_groups"] = positive_int(config, "n_group", high=MAX_EXPERTS)
+        found["top_groups"] = positive_int(config, "topk_group", high=MAX_EXPERTS)
+    return found
+
+
+def _check_groups(
+    num_experts: int, top_k: int, num_groups: int = 1, top_groups: int = 1, scoring: str = "", **_: Any
+) -> None:
+    least = 2 if scoring == "sigmoid" and num_groups > 1 else 1  # a group is as good as its best two
+    if num_experts % num_groups or num_experts // num_groups < least:
+        raise ModelError(
+            f"config.json: n_group={num_groups}: {num_experts} experts must make equal groups of {least} or more"
+        )
+    if top_groups > num_groups or top_k > top_groups * (num_experts // num_groups):
+        raise ModelError(
+            f"config.json: topk_group={top_groups} of n_group={num_groups} groups with {num_experts // num_groups} "
+            f"experts each: must be at most n_group and hold num_experts_per_tok={top_k} experts"
+        )
 
 
 def _qwen3_moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
@@ -182,6 +326,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]  # the whole file, for what only one family reads
     moe: MoeConfig | None = None  # None = every layer is dense
+    mla: MlaConfig | None = None  # None = keys and values are cached for every KV head
+    num_mtp_layers: int = 0  # layers of the checkpoint, after the others, that guess more tokens: not used
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -189,10 +335,11 @@ class ModelConfig:
         if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
             raise ModelError(f"config.json: architectures={architectures!r} must name exactly one model class")
         defaults = {**DEFAULTS, **FAMILY_DEFAULTS.get(architectures[0], {})}
-        _refuse_quantised(config)
+        QuantizationConfig.from_hf(config)  # refuses what weights/ does not read
         num_heads = positive_int(config, "num_attention_heads", high=4096)
         hidden_size = positive_int(config, "hidden_size", high=2**20)
-        head_dim = positive_int(config, "head_dim", hidden_size // num_heads, high=1024)
+        mla = MlaConfig.from_hf(config, architectures[0], num_heads)
+        head_dim = mla.head_dim if mla else positive_int(config, "head_dim", hidden_size // num_heads, high=1024)
         num_kv_heads = positive_int(config, "num_key_value_heads", num_heads, high=4096)
         if num_heads % num_kv_heads:
             raise ModelError(f"config.json: {num_heads} attention heads do not divide over {num_kv_heads} KV heads")
@@ -201,9 +348,6 @@ class ModelConfig:
         num_layers = positive_int(config, "num_hidden_layers", high=4096)
         vocab_size = positive_int(config, "vocab_size", high=2**24)
         window, windowed = _sliding_window({"sliding_window": defaults["sliding_window"], **config}, num_layers)
-        tied = config.get("tie_word_embeddings") or False
-        if not isinstance(tied, bool):
-            raise ModelError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
         return cls(
             architecture=architectures[0],
             vocab_size=vocab_size,
@@ -217,25 +361,17 @@ class ModelConfig:
             max_position_embeddings=positive_int(
                 config, "max_position_embeddings", defaults["max_position_embeddings"]
             ),
-            rope=RopeConfig.from_hf(config, head_dim, defaults["rope_theta"]),
-            tie_word_embeddings=tied,
+            rope=RopeConfig.from_hf(config, mla.rope_dim if mla else head_dim, defaults["rope_theta"]),
+            tie_word_embeddings=boolean(config, "tie_word_embeddings"),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
             sliding_window=window,
             windowed_layers=windowed,
             eos_token_ids=_eos_token_ids(config, generation_config or {}, vocab_size),
             hf=config,
             moe=MoeConfig.from_hf(config, architectures[0], num_layers),
+            mla=mla,
+            num_mtp_layers=max(count(config, name, 64) for name in MTP_NAMES) if mla else 0,
         )
-
-
-def _refuse_quantised(config: Mapping[str, Any]) -> None:
-    for name in ("quantization_config", "compression_config"):  # the second is compressed-tensors' old name for it
-        if found := config.get(name):
-            method = found.get("quant_method") if isinstance(found, Mapping) else found
-            raise ModelError(
-                f"config.json: {name}: the weights are quantised (quant_method={method!r}), which this engine does not "
-                "compute; get the 16-bit safetensors of the model, or a GGUF file"
-            )
 
 
 def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[bool, ...]]:

@@ -44,9 +44,10 @@ def _integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
 def _strings(name: str, value: Any, limit: int) -> tuple[str, ...]:
     if value is None:
         return ()
-    if not isinstance(value, Iterable):
-        raise RequestError(f"{name}={value!r}: must be a string or a list of strings")
-    items = (value,) if isinstance(value, str) else tuple(value)
+    try:
+        items = (value,) if isinstance(value, str) else tuple(value)
+    except TypeError:
+        raise RequestError(f"{name}={value!r}: must be a string or a list of strings") from None
     if len(items) > limit:
         raise RequestError(f"{name}: {len(items)} strings, at most {limit} are allowed")
     for item in items:
@@ -167,7 +168,7 @@ class SamplingParams:
             raise RequestError("stop strings need text: set detokenize=True or use stop_token_ids")
 
     def _checked_bias(self) -> dict[int, float]:
-        if not self.logit_bias:
+        if self.logit_bias is None:
             return {}
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias={self.logit_bias!r}: must map token ids to numbers")

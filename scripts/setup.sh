@@ -50,7 +50,7 @@ PYTHON
 
 is_installed() { # EXTRA; the environment for tests also serves the demo
     local stamp wanted
-    wanted="$(wanted_stamp)"
+    wanted="$(wanted_stamp 2>/dev/null)" || return 1
     for stamp in "$VENV/.installed-$1" "$VENV/.installed-test"; do
         if [ -f "$stamp" ] && [ "$(cat -- "$stamp")" = "$wanted" ]; then return 0; fi
     done
@@ -59,13 +59,13 @@ is_installed() { # EXTRA; the environment for tests also serves the demo
 
 ensure_installed() {
     local extra="$1" python target
+    if is_installed "$extra"; then return; fi # first: the question below imports pip, half a second
     if ! { python_fits "$VENV/bin/python" && "$VENV/bin/python" -m pip --version; } >/dev/null 2>&1; then
         python="$(find_python)" || exit 1
         if [ -e "$VENV" ]; then say "$VENV is incomplete or of another Python: making it anew"; fi
         say "making a virtual environment in $VENV with $python"
         "$python" -m venv --clear -- "$VENV" || fail "$python -m venv failed; see above"
     fi
-    if is_installed "$extra"; then return; fi
     say "installing into $VENV (the first time this downloads torch: some minutes)"
     target="$ROOT${extra:+[$extra]}"
     local quiet=(--quiet)

@@ -21,7 +21,8 @@ check() { # NAME COMMAND...
 check format "$VENV/bin/python" -m ruff format --check --quiet .
 check lint "$VENV/bin/python" -m ruff check .
 check types "$VENV/bin/python" -m mypy
-# Whole files go to two processes: most tests are small and use one core.
-check tests "$VENV/bin/python" -m pytest -n 2 --dist loadfile --durations=10 "$@"
+# Whole files go to two processes: most tests are small and use one core. In the order of collection, where the files that
+# take longest are first (tests/conftest.py); the scheduler's own order puts files of few tests last, however long they take.
+check tests "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"
 printf '\n%s' "$summary"
 exit "$status"

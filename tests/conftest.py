@@ -15,7 +15,7 @@ from nanovllm import LLM
 from tests.cli.runner import Run, make_runner
 from tests.tiny_models import TinyModel, build, save_tokenizer
 
-# Whole files go to two processes in this order: a long one that begins last would keep the other process waiting.
+# Whole files go to the processes in this order: a long one that begins last would keep the others waiting.
 LONGEST = ("test_cross_compile.py", "test_triton_interpreter.py", "test_device_path.py", "test_faults.py")
 
 

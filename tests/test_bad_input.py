@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, ConfigError, ModelError, NanoVLLMError, RequestError, SamplingParams
-from tests.tiny_models import MAX_POSITION, NEW_TOKENS, VOCAB, TinyModel, edit_config
+from tests.tiny_models import EOS, MAX_POSITION, NEW_TOKENS, VOCAB, TinyModel, edit_config
 
 MakeLLM = Callable[..., LLM]
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -141,6 +141,10 @@ def test_other_text_is_served(llm: LLM, llama: TinyModel) -> None:
             SamplingParams(allowed_token_ids=[5, 6], stop_token_ids=[6, 5, 7], min_tokens=1),
             ("allowed_token_ids", "min_tokens and stop_token_ids", "ban all"),
         ),
+        (
+            SamplingParams(allowed_token_ids=[EOS], min_tokens=1),
+            ("allowed_token_ids", "min_tokens and the model's end tokens", "ban all"),
+        ),
         (SamplingParams(bad_words=["the " * 80]), ("bad_words", "tokens", "the limit is 64")),
         (SamplingParams(bad_words=["x" * 10**6]), ("bad_words", "1000000 characters", "at most")),
         ({"temperature": 0}, ("SamplingParams",)),
@@ -220,7 +224,7 @@ def test_a_wrong_path(name: str, parts: tuple[str, ...]) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, ("'GPT2LMHeadModel'", "LlamaForCausalLM", "Qwen3ForCausalLM")),
         ({"vocab_size": ...}, ("'vocab_size'", "Hugging Face format")),
         ({"head_dim": 7}, ("7", "even")),
-        ({"quantization_config": {"quant_method": "awq"}}, ("quantization_config", "'awq'", "GGUF")),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ("quantization_config", "'bitsandbytes'", "GGUF")),
     ],
 )
 def test_a_config_that_cannot_be_honoured(

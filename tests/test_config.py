@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,12 @@ def refusal(**options: object) -> str:
     assert isinstance(caught.value, NanoVLLMError)
     assert isinstance(caught.value, ValueError)
     return str(caught.value)
+
+
+def test_paths_are_taken_as_text() -> None:
+    names = {"model": "folder", "tokenizer": "other", "generation_config": "third"}
+    assert EngineConfig(**{name: Path(value) for name, value in names.items()}) == EngineConfig(**names)  # type: ignore[arg-type]
+    assert EngineConfig.from_options(model=Path("folder")).model == "folder"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +194,10 @@ def test_what_vllm_scripts_write_out() -> None:
         ("trust_remote_code", True, "never run"),
         ("enable_chunked_prefill", False, "max_num_batched_tokens"),
         ("swap_space", 4, "only 0 is possible"),
-        ("quantization", "awq", "gguf"),
+        ("quantization", "awq", "leave it out"),
+        ("quantization", "w8a8", "int8"),
+        ("kv_cache_dtype", "fp8_e5m2", "must be one of auto, float16, int8, fp8, fp8_e4m3"),
+        ("kv_cache_dtype", "float64", "auto, float16, int8"),
         ("revision", "v1.0", "folder"),
         ("max_logprobs", 20, "1000"),
         ("disable_log_stats", "yes", "True or False"),
@@ -208,3 +218,16 @@ def test_frozen() -> None:
         config.max_num_seqs = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         EngineConfig("smollm2")  # type: ignore[misc]
+
+
+def test_balancing_in_the_words_of_vllm() -> None:
+    ranks = {"tensor_parallel_size": 4, "expert_parallel_size": 2, "enable_eplb": True}
+    config = EngineConfig.from_options(
+        **ranks, eplb_config={"window_size": 10, "step_interval": 20, "num_redundant_experts": 4}
+    )
+    assert (config.eplb_window_size, config.eplb_step_interval, config.num_redundant_experts) == (10, 20, 4)
+    assert EngineConfig.from_options(**ranks, eplb_config={"window_size": None}).eplb_window_size == 1000
+    with pytest.raises(ConfigError, match=r"eplb_config=.*'policy'.*: must be a dictionary with some of window_size"):
+        EngineConfig.from_options(**ranks, eplb_config={"policy": "x"})
+    with pytest.raises(ConfigError, match=r"num_redundant_experts=2 and eplb_config=.* differ: give one"):
+        EngineConfig.from_options(**ranks, num_redundant_experts=2, eplb_config={"num_redundant_experts": 4})

@@ -139,9 +139,11 @@ def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
 
 
 def test_the_count_of_workloads_ahead_is_right() -> None:
-    rows = [row for row in table_rows(read("docs/benchmarks.md")) if len(row) == 5 and row[4].endswith("%")]
-    assert [row[0] for row in rows if not row[1].startswith("**")] == ["prefill 16x1024"]  # bold: no other is ahead
+    rows = [row for row in table_rows(read("docs/benchmarks.md")) if len(row) == 5 and row[4].endswith("%") and row[2]]
     ratios = [float(row[1].strip("*").replace(",", "")) / float(row[2].replace(",", "")) for row in rows]
-    [behind] = [ratio for ratio in ratios if ratio < 1]
-    said = f"Of {len(ratios)} workloads Nano-vLLM is ahead in {len(ratios) - 1} and reaches {behind:.0%}"
-    assert said.replace("%", " %") in " ".join(read("README.md").split())
+    assert [ratio >= 1 for ratio in ratios] == [row[1].startswith("**") for row in rows]  # bold: no other is ahead
+    behind = " and ".join(f"{ratio:.0%}".replace("%", " %") for ratio in sorted(ratios) if ratio < 1)
+    said = (
+        f"Of {len(ratios)} workloads Nano-vLLM is ahead in {sum(ratio >= 1 for ratio in ratios)} and reaches {behind}"
+    )
+    assert said in " ".join(read("README.md").split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def test_every_form_of_prompt(llm: LLM) -> None:
         [array],
         array[None],
         torch.tensor(ids),
+        deque(ids),
         {"prompt_token_ids": array},
         TokensPrompt(prompt_token_ids=array),
         {"prompt_token_ids": tuple(array)},
@@ -219,7 +221,7 @@ def test_content_parts_and_messages_without_content(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "messages",
     [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-     [{"role": "user", "content": [5]}], [{"role": "user", "content": [{"type": "text"}]}],
+     [{"role": "user", "content": [5]}],
      [{"role": "user", "content": 5}], [{"role": "tool"}],
      [RAIN, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
      [], {}, "hello", 5, None, [[]], [{}], [{"role": "user"}], [{"content": "x"}], ["x"], [[{"role": "user"}]],
@@ -228,6 +230,12 @@ def test_content_parts_and_messages_without_content(llm: LLM) -> None:
 def test_bad_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match="message"):
         llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 5}, {"type": "text", "text": None}])
+def test_a_text_part_without_text(llm: LLM, part: Any) -> None:
+    with pytest.raises(RequestError, match="messages: a content part of type 'text' needs 'text', a string"):
+        llm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
 
 
 def test_chat_without_a_template(make_llm: MakeLLM, llama_copy: Path) -> None:

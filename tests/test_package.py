@@ -89,7 +89,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     info = f"nano_vllm-{nanovllm.__version__}.dist-info/"
     assert {name for name in names if not name.startswith(info)} == sources()
     assert f"{info}licenses/LICENSE" in names
-    assert {"nanovllm/py.typed", "nanovllm/ops/native/kernels.c", "nanovllm/server/page/index.html"} <= names
+    assert {"nanovllm/py.typed", "nanovllm/ops/native/quant.c", "nanovllm/server/page/index.html"} <= names
 
 
 @pytest.mark.skipif(not has_setuptools(), reason="setuptools 77 is not installed")

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm import NanoVLLMError, RequestError, SamplingParams, StructuredOutputsParams
 
@@ -198,8 +199,10 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     [
         ("n", [np.int64(0), np.float64(2), np.bool_(True), np.array([1, 2])], "at least one"),
         ("temperature", [np.float32(-1), np.float16(NAN), np.float64(INF), np.bool_(1), np.array(1.0)], "0 is greedy"),
+        ("bad_words", [np.array(1), torch.tensor(1)], "bad_words="),
+        ("stop", [np.array("x")], "stop="),
         ("stop_token_ids", [np.array([1.0]), np.array([-1]), np.array(["a"]), np.array(5)], "token ids"),
-        ("logit_bias", [{np.int64(1): np.float32(NAN)}, {np.float64(1): 1.0}], "logit_bias"),
+        ("logit_bias", [np.array([1, 2]), {np.int64(1): np.float32(NAN)}, {np.float64(1): 1.0}], "logit_bias"),
     ],
 )
 def test_bad_numbers_of_numpy_are_refused_as_those_of_python_are(name: str, bad: list[object], word: str) -> None:

@@ -100,6 +100,46 @@ MOE_VARIANTS = {
     ),
 }
 
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 20}
+MLA_YARN = {"factor": 2.5, "original_max_position_embeddings": 64}
+DEEPSEEK_VARIANTS = {
+    "deepseek-v2-lite": Variant(
+        "DeepseekV2",
+        {**DEEPSEEK, **_rope("yarn", **MLA_YARN, mscale=0.707, mscale_all_dim=0.707), "q_lora_rank": None},
+    ),
+    "deepseek-v2-groups": Variant(
+        "DeepseekV2",
+        {**DEEPSEEK, **GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    ),
+    "deepseek-v3": Variant(
+        "DeepseekV3",
+        {**DEEPSEEK, **GROUPS, **_rope("yarn", **MLA_YARN, mscale=1.0, mscale_all_dim=1.0), "n_shared_experts": 2},
+    ),
+    "deepseek-v3-halves": Variant(  # and all groups, no renormalising
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            **GROUPS,
+            **_rope("yarn", **MLA_YARN, mscale=1.0, mscale_all_dim=1.3),
+            "topk_group": 4,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+        },
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -177,6 +217,9 @@ def hf_model(variant: Variant, seed: int) -> Any:
             parameter.normal_(0, SCALE, generator=generator)
             if "norm" in name:
                 parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, SCALE, generator=generator)
     return model
 
 
@@ -204,7 +247,7 @@ def answer(model: Any, prompt: list[int], num_tokens: int = NEW_TOKENS) -> Answe
 
 
 def build(name: str, folder: Path) -> TinyModel:
-    variant = {**VARIANTS, **MOE_VARIANTS}[name]
+    variant = {**VARIANTS, **MOE_VARIANTS, **DEEPSEEK_VARIANTS}[name]
     for seed in range(50):
         model = hf_model(variant, seed)
         answers: list[Answer] = []

@@ -189,6 +189,7 @@ def find_kernels(hopper: bool) -> Kernels | str:
 class FlashBackend:
     name = "flash"
     graph_safe = False  # the longest query of the step is a number on the host, and sets the launch grid
+    kv_dtypes: tuple[torch.dtype, ...] = ()
 
     def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
         if reason := needs_ampere_in_16_bits(spec, device):

@@ -24,6 +24,7 @@ HEAD_DIMS = (64, 128, 256)
 class FlashInferBackend:
     name = "flashinfer"
     graph_safe = False
+    kv_dtypes: tuple[torch.dtype, ...] = ()
 
     def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
         if reason := needs_ampere_in_16_bits(spec, device):

@@ -5,8 +5,6 @@ A prompt's chunk has enough arithmetic to be worth a matrix library, so those go
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
@@ -16,13 +14,13 @@ from nanovllm.ops.native.build import load_library
 from nanovllm.ops.native.ops import NativeOps
 
 
-@functools.cache
-def _kernels() -> NativeOps:
-    return NativeOps()
-
-
 class NativeBackend(SdpaBackend):
     name = "native"
+    kv_dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.int8)
+
+    def __init__(self, kernels: NativeOps | None = None) -> None:
+        """`kernels`: of the engine that computes with it; `rejects` needs none."""
+        self._kernels = kernels
 
     def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
         if device.is_gpu:
@@ -38,16 +36,16 @@ class NativeBackend(SdpaBackend):
         n = batch.num_decodes
         if n == 0:
             return super().attend(q, k_cache, v_cache, batch, spec)
-        decoded = _kernels().decode_attention(
+        assert self._kernels is not None
+        decoded = self._kernels.decode_attention(
             q[:n].contiguous(),
             k_cache,
             v_cache,
             batch.context_lens[:n],
             batch.block_tables[:n],
             spec.scale,
-            batch.max_context_len,
             spec.window,
         )
-        if n == len(batch.on_host.query_lens):
+        if n == q.shape[0]:
             return decoded
         return torch.cat((decoded, super().attend(q[n:], k_cache, v_cache, batch.without_decodes(), spec)))

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.hardware.device import Device
+from nanovllm.ops.kv_cache import expand_kv
 
 # The most that gathered keys and values may take at a time. The step that start-up tries is one of prompts, so this
 # copy was not measured then: it must fit in what is kept free besides (GRAPH_BYTES, memory/budget.py), and SDPA's plain
@@ -114,6 +115,7 @@ def _cut(context_lens: list[int], spec: AttentionSpec) -> Iterator[tuple[slice, 
 class SdpaBackend:
     name = "sdpa"
     graph_safe = False
+    kv_dtypes: tuple[torch.dtype, ...] = ()  # it could, but would expand all keys of every sequence for each token
 
     def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
         return None
@@ -128,7 +130,8 @@ class SdpaBackend:
             outputs.append(self._decode_padded(q[:start], k_cache, v_cache, batch, spec))
         rest = batch.on_host.after(start)
         for num_new, context_len, span in zip(rest.query_lens, rest.context_lens, rest.spans):
-            keys, values = gather(k_cache, span, context_len), gather(v_cache, span, context_len)
+            # Also this step's own keys as they are stored: however a prompt is cut, a token sees the same.
+            keys, values = (expand_kv(gather(cache, span, context_len), spec.dtype) for cache in (k_cache, v_cache))
             attend = self._decode if num_new == 1 else self._prefill
             outputs.append(attend(q[start : start + num_new], keys, values, spec))
             start += num_new

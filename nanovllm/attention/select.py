@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.attention.base import AttentionSpec, Backend, CacheSpec, LatentSpec
 from nanovllm.attention.flash1_backend import Flash1Backend
 from nanovllm.attention.flash_backend import FlashBackend
 from nanovllm.attention.flashinfer_backend import FlashInferBackend
+from nanovllm.attention.latent import LatentBackend, TritonLatentBackend
 from nanovllm.attention.native_backend import NativeBackend
 from nanovllm.attention.sdpa import SdpaBackend, SdpaMathBackend
 from nanovllm.attention.triton_backend import TritonBackend
@@ -19,7 +21,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 
 # Best first.
-BACKENDS: tuple[AttentionBackend, ...] = (
+BACKENDS: tuple[Backend, ...] = (
     TritonBackend(),
     FlashBackend(),
     FlashInferBackend(),
@@ -27,25 +29,27 @@ BACKENDS: tuple[AttentionBackend, ...] = (
     NativeBackend(),
     SdpaBackend(),
     SdpaMathBackend(),
+    TritonLatentBackend(),
+    LatentBackend(),
 )
 BLOCK_SIZE_FOR_ALL = 256  # every backend can read blocks of so many slots
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    backend: AttentionBackend
+    backend: Backend
     reasons: dict[str, str]  # every backend's name -> "chosen", why it was refused, or that another came first
 
 
-def select_backend(wanted: str, specs: list[AttentionSpec], device: Device, block_size: int) -> BackendChoice:
+def select_backend(wanted: str, specs: Sequence[CacheSpec], device: Device, block_size: int) -> BackendChoice:
     """An explicit choice that cannot serve is an error with the reason, never a silent replacement."""
     names = [backend.name for backend in BACKENDS]
     if wanted != "auto" and wanted not in names:
         raise ConfigError(f"attn_backend={wanted!r}: must be auto or one of {', '.join(names)}")
-    chosen: AttentionBackend | None = None
+    chosen: Backend | None = None
     reasons: dict[str, str] = {}
     for backend in BACKENDS:
-        refusal = next((reason for spec in specs if (reason := backend.rejects(spec, device, block_size))), None)
+        refusal = next((reason for spec in specs if (reason := _refusal(backend, spec, device, block_size))), None)
         if refusal:
             reasons[backend.name] = f"refused: {refusal}"
         elif chosen is None and wanted in ("auto", backend.name):
@@ -56,6 +60,14 @@ def select_backend(wanted: str, specs: list[AttentionSpec], device: Device, bloc
     if chosen is None:
         raise ConfigError(f"attn_backend={wanted!r} cannot be used here: {reasons.get(wanted, reasons)}")
     return BackendChoice(chosen, reasons)
+
+
+def _refusal(backend: Backend, spec: CacheSpec, device: Device, block_size: int) -> str | None:
+    if isinstance(spec, LatentSpec) != isinstance(backend, LatentBackend):
+        return f"computes {'no' if isinstance(spec, LatentSpec) else 'only'} latent attention (DeepSeek)"
+    if isinstance(spec, AttentionSpec) and spec.kv_dtype not in (None, spec.dtype, *backend.kv_dtypes):
+        return "reads a KV cache of the model's dtype"
+    return backend.rejects(spec, device, block_size)
 
 
 def attention_backend_info(device: Device | None = None) -> dict[str, Any]:

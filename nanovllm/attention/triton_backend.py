@@ -12,11 +12,13 @@ import torch
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
 from nanovllm.hardware.device import Device
+from nanovllm.ops.kv_cache import E4M3
 
 
 class TritonBackend:
     name = "triton"
     graph_safe = True
+    kv_dtypes: tuple[torch.dtype, ...] = (E4M3,)
 
     def rejects(self, spec: AttentionSpec, device: Device, block_size: int) -> str | None:
         if not device.is_gpu:
@@ -30,7 +32,13 @@ class TritonBackend:
         return None
 
     def attend(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from nanovllm.ops.triton.decode_attention import decode_attention, launch_for
         from nanovllm.ops.triton.prefill_attention import prefill_attention
@@ -39,7 +47,9 @@ class TritonBackend:
         out, scale, window = torch.empty_like(q), spec.scale, spec.window
         if n:
             launch = launch_for(q[:n], spec.num_kv_heads, min(batch.max_context_len, window or 2**31))
-            decode_attention(q[:n], k_cache, v_cache, lens[:n], tables[:n], scale, launch, window, out[:n])
+            decodes = (q[:n], k_cache, v_cache, lens[:n], tables[:n], scale, launch, window, out[:n])
+            decode_attention(*decodes, scales=scales)
         if n < len(lens):
-            prefill_attention(q, k_cache, v_cache, batch.query_starts[n:], lens[n:], tables[n:], scale, window, out)
+            rest = (q, k_cache, v_cache, batch.query_starts[n:], lens[n:], tables[n:], scale, window, out)
+            prefill_attention(*rest, scales=scales)
         return out

@@ -13,6 +13,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanovllm.attention.base import attention_specs
 from nanovllm.attention.select import select_backend
 from nanovllm.bench.named import CEILINGS, decode_limit_seconds, facts_of
 from nanovllm.bench.report import Series, plot_lines, print_table
@@ -25,7 +26,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device, is_out_of_memory
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.utilisation import sampled
-from nanovllm.models.transformer import attention_specs
+from nanovllm.runner.quantization import choose_kv_dtype
 
 TEMPERATURE = 0.6
 OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "no room for the KV cache", "GiB are left")
@@ -61,9 +62,11 @@ class LengthSweep:
                 f"raise --max-num-seqs"
             )
         device = Device.choose(config.device)
-        specs = attention_specs(model, device.resolve_dtype(config.dtype, model.dtype), Parallel())
+        dtype = device.resolve_dtype(config.dtype, model.dtype)
         for name in self.backends:
-            select_backend(name, specs, device, resolve_block_size(replace(config, attn_backend=name), device))
+            own = replace(config, attn_backend=name)
+            specs = attention_specs(model, dtype, Parallel(), choose_kv_dtype(own, model, device.is_gpu, dtype))
+            select_backend(name, specs, device, resolve_block_size(own, device))
 
 
 FAILURES = (RuntimeError, MemoryError, ConfigError)  # OutOfMemoryError and EngineDeadError are RuntimeErrors

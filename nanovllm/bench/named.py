@@ -54,29 +54,34 @@ def parse_workload(name: str, repeat: int = 0, vocab_size: int = LARGEST_TOKEN +
 
 
 def facts_of(engine: LLMEngine) -> ModelFacts:
-    """Of one rank, in 16 bits."""
-    config = engine.config
+    """Of one rank, in 16 bits, or in 8 what is quantised on a GPU."""
+    config, runs = engine.config, engine.describe()["runs_on"]
     return ModelFacts(
-        engine.model_config, 2, num_ranks=config.tensor_parallel_size, expert_size=config.expert_parallel_size
+        engine.model_config,
+        2,
+        num_ranks=config.tensor_parallel_size,
+        expert_size=config.expert_parallel_size,
+        quantization="fp8" if runs["quantization"] == "FP8" else "none",
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 
-def limit_seconds(workload: Workload, model: ModelFacts, ceiling: Ceiling) -> float:
+def limit_seconds(workload: Workload, model: ModelFacts, ceiling: Ceiling, tied: bool = False) -> float:
     """The least time the workload can take on such cards. Experts: those that even routing touches; a router that
-    prefers some touches fewer, which is why `experts_touched` stands beside."""
+    prefers some touches fewer, which is why `experts_touched` stands beside. `tied`: those of one token."""
     num_tokens = workload.num_prompt_tokens
     arithmetic = num_tokens * _flops_per_token(model) / ceiling.flops
-    prompts = max(arithmetic, weights_read(model, num_tokens) / ceiling.bytes_per_second)
-    return prompts + decode_limit_seconds(workload, model, ceiling)
+    prompts = max(arithmetic, weights_read(model, 1 if tied else num_tokens) / ceiling.bytes_per_second)
+    return prompts + decode_limit_seconds(workload, model, ceiling, tied)
 
 
-def decode_limit_seconds(workload: Workload, model: ModelFacts, ceiling: Ceiling) -> float:
+def decode_limit_seconds(workload: Workload, model: ModelFacts, ceiling: Ceiling, tied: bool = False) -> float:
     """The part of it after the prompts: each sequence's first new token comes with its prompt, the others here."""
     lens, news = [len(prompt) for prompt in workload.prompts], workload.output_lens
     total = 0.0
     for step in range(1, max(news)):
         live = [n + step for n, new in zip(lens, news) if new > step]
-        num_bytes = weights_read(model, len(live)) + model.kv_bytes_per_token * sum(live)
+        num_bytes = weights_read(model, 1 if tied else len(live)) + model.kv_bytes_per_token * sum(live)
         total += max(num_bytes / ceiling.bytes_per_second, _flops_per_token(model) * len(live) / ceiling.flops)
     return total
 
@@ -86,8 +91,9 @@ def _flops_per_token(model: ModelFacts) -> float:
     return 2 * (weights_used(model) + head_bytes(model)) / model.itemsize
 
 
-def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int) -> dict[str, Any]:
-    """Runs it once to warm up (kernels for its shapes, buffers), then `repeat` times; the median counts."""
+def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int, tied: bool = False) -> dict[str, Any]:
+    """Runs it once to warm up (kernels for its shapes, buffers), then `repeat` times; the median counts. `tied`: all
+    tokens take the same experts (Probe.tie_routing)."""
     rates = []
     for turn in range(repeat + 1):
         workload, is_prefill = parse_workload(name, turn, engine.model_config.vocab_size)
@@ -102,7 +108,7 @@ def measure_named(engine: LLMEngine, name: str, temperature: float, repeat: int)
     }
     ceiling = CEILINGS.get(engine.executor.probe().device.name)
     if ceiling is not None:
-        limit = tokens / limit_seconds(workload, facts_of(engine), ceiling)
+        limit = tokens / limit_seconds(workload, facts_of(engine), ceiling, tied)
         row |= {"limit": limit, "share_of_limit": row["tokens_per_second"] / limit}
     if engine.model_config.moe is not None and not is_prefill:
         row["experts_touched"] = count_touched(engine, workload, temperature)

@@ -139,8 +139,8 @@ def check_plot(path: Path | None) -> None:
 
 def check_file(option: str, path: Path, start: bytes) -> None:
     """`path` can be written without a loss: it is absent, empty, or begins as the file that will replace it."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: cannot be written: name a file in a folder that exists")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written: name a file in a folder that exists and is yours")
     if not path.is_file():
         return
     with path.open("rb") as file:

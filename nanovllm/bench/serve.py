@@ -3,7 +3,8 @@
 Open loop: requests leave at times drawn beforehand, whatever the server does, as strangers' requests do. (A closed
 loop, where each client waits for its answer before its next request, slows down with the server and hides how long
 people would have waited.) Times count from when a request should have left, and `send_delay` is how late it really did:
-if that is not small, this client was the bottleneck.
+if that is not small, this client was the bottleneck. A closed loop is there too (`clients`, closed_loop.py), for what a
+server can do at most.
 
     TTFT  to the first event with text        TPOT  mean time per token after the first
     ITL   between two events of a stream      E2E   to the last
@@ -37,6 +38,7 @@ class Load:
     num_requests: int = 64
     rate: float = 4.0
     arrivals: str = "poisson"
+    clients: int | None = None
     input_len: str = "64..256"
     output_len: str = "64"
     prefix_len: int = 0
@@ -55,6 +57,8 @@ class Load:
         for name in ("num_requests", "rate", "num_prefixes", "vocab_size", "timeout"):
             if not 0 < getattr(self, name) < 1e12:  # NaN fails too
                 raise ConfigError(f"{name}={getattr(self, name)}: must be a positive number")
+        if self.clients is not None and self.clients < 1:
+            raise ConfigError(f"clients={self.clients}: must be 1 or more")
         if self.prefix_len < 0:
             raise ConfigError(f"prefix_len={self.prefix_len}: must be 0 or more")
         if self.arrivals not in ("poisson", "fixed"):
@@ -145,11 +149,19 @@ class ServerUnderTest:
         return cls(url, headers, {"model": load.model or find_model(url, headers), **body})
 
 
-async def send_request(
-    client: Any, server: ServerUnderTest, prompt: Any, num_tokens: int, seed: int
-) -> tuple[list[float], Any]:
+def requests_of(load: Load) -> list[dict[str, Any]]:
+    """What of the body is a request's own."""
+    rng, output_len = random.Random(load.seed), Lengths.parse(load.output_len)
+    prompts = load.prompts(rng)
+    return [
+        {"prompt": prompt, "max_tokens": output_len.draw(rng), "seed": load.seed + number}
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+async def send_request(client: Any, server: ServerUnderTest, own: dict[str, Any]) -> tuple[list[float], Any]:
     """(when each event with text came, usage). Raises on anything but a whole stream."""
-    body = {**server.body, "prompt": prompt, "max_tokens": num_tokens, "seed": seed}
+    body = {**server.body, **own}
     came, usage, done = [], None, False
     async with client.stream("POST", f"{server.url}/v1/completions", json=body, headers=server.headers) as answer:
         if answer.status_code != 200:
@@ -173,13 +185,13 @@ async def send_request(
     return came, usage
 
 
-async def _send_at(client: Any, server: ServerUnderTest, at: float, prompt: Any, num_tokens: int, seed: int) -> Seen:
+async def _send_at(client: Any, server: ServerUnderTest, at: float, own: dict[str, Any]) -> Seen:
     import asyncio
 
     await asyncio.sleep(max(0.0, at - time.perf_counter()))
     seen = Seen(send_delay=time.perf_counter() - at)
     try:
-        came, usage = await send_request(client, server, prompt, num_tokens, seed)
+        came, usage = await send_request(client, server, own)
     except Exception as error:
         seen.error = f"{type(error).__name__}: {error}"[:200]
         return seen
@@ -190,24 +202,24 @@ async def _send_at(client: Any, server: ServerUnderTest, at: float, prompt: Any,
     return seen
 
 
+async def _try(server: ServerUnderTest, load: Load) -> None:
+    """Warms up, and fails at once if anything is wrong."""
+    import httpx
+
+    async with httpx.AsyncClient(timeout=load.timeout) as client:
+        await send_request(client, server, {**requests_of(load)[0], "max_tokens": 2})
+
+
 async def _run(server: ServerUnderTest, load: Load) -> tuple[list[Seen], float]:
     import httpx
     from tqdm.asyncio import tqdm
 
-    seed, rng, output_len = load.seed, random.Random(load.seed), Lengths.parse(load.output_len)
-    prompts = load.prompts(rng)
-    lens = [output_len.draw(rng) for _ in prompts]
-    times = load.send_times(rng)
+    requests = requests_of(load)
+    times = load.send_times(random.Random(load.seed + 1))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=limits, timeout=load.timeout) as client:
-        await send_request(
-            client, server, prompts[0], 2, seed
-        )  # connects, warms up, and fails at once if anything is wrong
         start = time.perf_counter() + 0.05
-        work = [
-            _send_at(client, server, start + at, prompt, count, seed + number)
-            for number, (at, prompt, count) in enumerate(zip(times, prompts, lens))
-        ]
+        work = [_send_at(client, server, start + at, own) for at, own in zip(times, requests)]
         seen = await tqdm.gather(*work, desc="answered", unit="request", disable=None, leave=False)
         return list(seen), time.perf_counter() - start
 
@@ -229,7 +241,13 @@ def measure(server: ServerUnderTest, load: Load) -> tuple[dict[str, Any], list[S
 
     slo = load.slo
     try:
-        seen, seconds = asyncio.run(_run(server, load))
+        asyncio.run(_try(server, load))
+        if load.clients is None:
+            seen, seconds = asyncio.run(_run(server, load))
+        else:
+            from nanovllm.bench.closed_loop import run_clients
+
+            seen, seconds = run_clients(server, load)
     except ConnectionError as error:
         raise ConfigError(f"--url {server.url}: the first request failed: {error}") from None
     good = [one for one in seen if one.error is None]
@@ -243,7 +261,7 @@ def measure(server: ServerUnderTest, load: Load) -> tuple[dict[str, Any], list[S
         "requests_per_second": len(good) / seconds,
         "output_tokens_per_second": tokens / seconds,
         "prompt_tokens_per_second": sum(one.num_prompt_tokens for one in good) / seconds,
-        "send_delay": summary([one.send_delay for one in seen]),
+        "send_delay": summary([one.send_delay for one in seen]) if load.clients is None else None,
     }
     for name in TIMES:
         values = [value for one in good for value in one.times[name]]
@@ -273,7 +291,9 @@ def distributions(good: list[Seen]) -> dict[str, list[tuple[float, float]]]:
 
 def print_measured(found: dict[str, Any]) -> None:
     shown = {name.upper(): found[name] for name in TIMES if found[name]}
-    print_milliseconds("milliseconds", {**shown, "late to leave": found["send_delay"]})
+    if found["send_delay"] is not None:
+        shown["late to leave"] = found["send_delay"]
+    print_milliseconds("milliseconds", shown)
     print(
         f"{found['completed']} answered, {found['failed']} failed in {found['seconds']:.1f} s: "
         f"{found['requests_per_second']:.2f} requests/s, "

@@ -72,32 +72,43 @@ def _is_offloaded(report: dict[str, Any]) -> bool:
 
 
 def gpu_tables(results: list[dict[str, Any]], words: Words) -> str | None:
+    """A table for each model and way to compute it; of each workload the newest row."""
     peers = [r for r in results if "peer" in r]
-    ours = [r for r in results if r.get("benchmark") == "workloads" and not _is_offloaded(r)]
-    newest = {Path(r["engine"]["model"]).name: r for r in ours}
+    found: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {}  # -> workload -> (row, its report)
+    for report in results:
+        if report.get("benchmark") == "workloads" and not _is_offloaded(report):
+            rows = found.setdefault(_name(report), {})
+            rows.update({row["workload"]: (row, report) for row in report["results"]})
     parts = []
-    for model, report in newest.items():
-        known = [p for p in peers if p["hardware"] == report["hardware"] and model in p["results"]]
+    for model, measured in found.items():
+        reports = [report for _, report in measured.values()]
+        newest = max(reports, key=lambda report: report["date"])
+        known = [p for p in peers if p["hardware"] == newest["hardware"] and model in p["results"]]
         columns = [f"{model}: {words['workload']}", words["ours"], *(p["peer"] for p in known)]
         columns += [words["limit"], words["share"]]
-        rows = []
-        for row in report["results"]:
+        lines = []
+        for row, _ in measured.values():
             figures = [p["results"][model].get(row["workload"]) for p in known]
-            rows.append(
-                [
-                    row["workload"],
-                    _bold_if_first(row["tokens_per_second"], figures),
-                    *(f"{f:,.0f}" if f else "" for f in figures),
-                    f"{row['limit']:,.0f}",
-                    f"{row['share_of_limit']:.0%}",
-                ]
-            )
-        parts.append(f"{_markdown(columns, rows)}\n\n{_where(report, words)}")
+            ours = _bold_if_first(row["tokens_per_second"], figures)
+            others = (f"{f:,.0f}" if f else "" for f in figures)
+            lines.append([row["workload"], ours, *others, f"{row['limit']:,.0f}", f"{row['share_of_limit']:.0%}"])
+        days = " - ".join(sorted({min(r["date"][:10] for r in reports), newest["date"][:10]}))
+        where = _where(newest, words).replace(newest["date"][:10], days)
+        parts.append(f"{_markdown(columns, lines)}\n\n{where}")
     return "\n\n".join(parts) or None
 
 
+def _name(report: dict[str, Any]) -> str:
+    """Of the model, with what makes figures incomparable: quantised weights, routers of zeros."""
+    engine, name = report["engine"], Path(report["engine"]["model"]).name
+    if engine.get("quantization", "none") != "none":
+        name += f", {engine['quantization']}"
+    return f"{name}, --tie-experts" if report.get("tie_experts") else name
+
+
 def _bold_if_first(rate: float, others: list[float | None]) -> str:
-    return f"{rate:,.0f}" if any(rate < other for other in others if other) else f"**{rate:,.0f}**"
+    known = [other for other in others if other]
+    return f"**{rate:,.0f}**" if known and rate >= max(known) else f"{rate:,.0f}"
 
 
 def fill(page: Path, results: list[dict[str, Any]], words: Words) -> list[str]:

@@ -23,7 +23,7 @@ from nanovllm.cli.options import ENGINE, SAMPLING, Command, with_options
 from nanovllm.cli.plan import PLAN, estimate_record, make_estimate, show_estimate
 from nanovllm.cli.serve import serve
 from nanovllm.cli.stream import InOrder, SpeedMeter, encode, note, run_requests
-from nanovllm.cli.trace import trace
+from nanovllm.cli.trace import check_trace, trace
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ModelError, NanoVLLMError, RequestError
 from nanovllm.memory.options import PlanOptions
@@ -93,6 +93,7 @@ def generate(
 ) -> None:
     """Answer prompts; text streams to stdout, speed goes to stderr."""
     texts = read_prompts(prompts or [], file)
+    check_trace(trace_file)
     with load(config) as engine:
         params = complete(sampling, engine, shows_logprobs=as_json)
         inputs = []
@@ -123,6 +124,8 @@ def chat(system: SystemOption = None, *, config: EngineConfig, sampling: dict[st
     """Talk with a model. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D leaves."""
     from nanovllm.cli.conversation import Chat
 
+    if (count := sampling.get("n", 1)) != 1:
+        raise RequestError(f"n={count}: a conversation has one answer; use `nanovllm generate`")
     with load(config) as engine:
         Chat(engine, complete(sampling, engine, shows_logprobs=False), system).run()
 
@@ -240,9 +243,10 @@ def load(config: EngineConfig) -> LLMEngine:
 
     engine = LLMEngine(config)
     runs_on = engine.describe()["runs_on"]
+    form = runs_on["dtype"] if runs_on["quantization"] == "none" else runs_on["quantization"]
     note(
-        f"{config.model} on {runs_on['device']}, {runs_on['dtype']}, attention {runs_on['attn_backend']}; "
-        f"ready in {time.monotonic() - started:.1f} s"
+        f"{config.model} on {runs_on['device']}, {form} ({runs_on['weight_bytes'] / 1e6:,.0f} MB), "
+        f"attention {runs_on['attn_backend']}; ready in {time.monotonic() - started:.1f} s"
     )
     return engine
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.bench import report
+from nanovllm.bench.eplb import SkewedTrace
 from nanovllm.bench.serve import Load
 from nanovllm.bench.workload import Lengths, WorkloadShape
 from nanovllm.cli.options import OptionGroup, with_options
@@ -54,12 +55,12 @@ class Outcome:
         self.facts["threads"] = torch.get_num_threads()
 
     @contextlib.contextmanager
-    def engine(self, config: EngineConfig) -> Iterator[LLMEngine]:
-        """Prompts of benchmarks are token ids: no tokenizer is loaded."""
+    def engine(self, config: EngineConfig, tokenizer: bool = False) -> Iterator[LLMEngine]:
+        """Prompts of benchmarks are token ids: a tokenizer is loaded only where a grammar needs the tokens' texts."""
         from nanovllm.bench.throughput import engine_facts
         from nanovllm.engine.llm_engine import LLMEngine
 
-        with LLMEngine(replace(config, skip_tokenizer_init=True)) as engine:
+        with LLMEngine(replace(config, skip_tokenizer_init=not tokenizer)) as engine:
             self.facts |= engine_facts(engine)
             yield engine
         print(f"attention backend that ran: {self.facts['engine']['attn_backend']} on {self.facts['hardware']}")
@@ -140,16 +141,38 @@ MOE = OptionGroup(
 )
 
 
+TRACE = OptionGroup(
+    title="Trace",
+    of=SkewedTrace,
+    help={
+        "num_experts": "Experts in a layer.",
+        "top_k": "Experts that a token takes.",
+        "num_layers": "Layers; in each, others are popular.",
+        "skew": "The r-th most popular expert is chosen in proportion to 1 / r to this power; 0 = all alike.",
+        "num_steps": "Steps; experts are arranged by the first half, the second half is replayed.",
+        "step_tokens": "Tokens in a step.",
+        "num_ranks": "Ranks that experts are spread over.",
+        "num_redundant_experts": "Places beside those that every expert has one of.",
+        "num_nodes": "Machines; the groups of experts are placed on them first.",
+        "num_groups": "Groups of experts that stay on one machine (DeepSeek-V3: 8).",
+        "seed": "Decides the trace.",
+    },
+)
+
+
 LOAD = OptionGroup(
     title="Load",
     of=Load,
-    common=frozenset({"url", "model", "num_requests", "rate", "input_len", "output_len", "prefix_len", "slo_ttft_ms"}),
+    common=frozenset(
+        {"url", "model", "num_requests", "rate", "clients", "input_len", "output_len", "prefix_len", "slo_ttft_ms"}
+    ),
     help={
         "url": "The server, without /v1; a key is read from OPENAI_API_KEY.",
         "model": "Name in the requests; default: the first that the server lists.",
         "num_requests": "Requests to send.",
         "rate": "Requests a second, whatever the server does.",
         "arrivals": "When they leave: poisson (at random) or fixed (evenly).",
+        "clients": "Instead of --rate: so many clients, each waits for its answer before its next request.",
         "input_len": "Tokens of a prompt after the shared prefix: a number or a range; with --text, words.",
         "output_len": "New tokens: a number or a range.",
         "prefix_len": "Tokens (words) that prompts share at their beginning.",

@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from nanovllm.bench import report
+from nanovllm.bench.eplb import SkewedTrace
 from nanovllm.bench.serve import Load
-from nanovllm.cli.bench_options import LOAD, MOE, REQUESTS, MoeOptions, Outcome, RequestOptions, bench_command
+from nanovllm.cli.bench_options import LOAD, MOE, REQUESTS, TRACE, MoeOptions, Outcome, RequestOptions, bench_command
 from nanovllm.cli.bench_options import bench as bench
 from nanovllm.cli.options import ENGINE
-from nanovllm.config import EngineConfig
+from nanovllm.config import DEVICES, EngineConfig
 from nanovllm.errors import ConfigError
 
 
@@ -29,7 +30,9 @@ def throughput(
         str | None,
         typer.Option(
             help="hf: against Hugging Face generate, taking turns, on 1 prompt and on 16 prompts of 32..256 "
-            "tokens with 64 new ones, greedy, float32 unless --dtype says otherwise."
+            "tokens with 64 new ones, greedy, float32 weights unless --dtype or --quantization says otherwise. "
+            "llamacpp: against llama.cpp, on such prompts and on one of 500 tokens, with the GGUF file as it is (needs "
+            "'nano-vllm[llamacpp]')."
         ),
     ] = None,
     *,
@@ -38,21 +41,33 @@ def throughput(
     config: EngineConfig,
 ) -> None:
     """Tokens per second of many requests at once."""
-    if compare not in (None, "hf"):
-        raise ConfigError(f"--compare {compare!r}: must be hf")
-    from nanovllm.bench import compare_hf
+    if compare not in (None, "hf", "llamacpp"):
+        raise ConfigError(f"--compare {compare!r}: must be hf or llamacpp")
+    from nanovllm.bench import compare_hf, compare_llamacpp
     from nanovllm.bench.throughput import measure
 
     shape = requests.shape
+    path = compare_llamacpp.check(config.model) if compare == "llamacpp" else None
     if compare and config.dtype == "auto":
         config = replace(config, dtype="float32")
+    if compare == "hf" and config.quantization == "auto":  # the same weights on both sides
+        config = replace(config, quantization="none")
     outcome.use_threads()
     with outcome.engine(config) as engine:
-        if compare:
+        if path is not None:
+            found, facts = compare_llamacpp.compare_all(
+                engine, path, outcome.facts["threads"], config.seed, outcome.repeat
+            )
+            compare_llamacpp.print_comparison(found, facts)
+            outcome.facts["llamacpp"] = facts
+        elif compare:
             found = compare_hf.compare_all(engine, config.seed, outcome.repeat)
             compare_hf.print_comparison(found)
+        if compare:
             rates = {
-                (name, side): row[f"{side}_tokens_per_second"] for name, row in found.items() for side in ("ours", "hf")
+                (name, side): row[f"{side}_tokens_per_second"]
+                for name, row in found.items()
+                for side in ("ours", compare)
             }
             bars = {f"{name}: {side}": rate for (name, side), rate in rates.items()}
         else:
@@ -60,7 +75,7 @@ def throughput(
             report.print_values("throughput", found)
             bars = {"output": found["output_tokens_per_second"], "total": found["total_tokens_per_second"]}
     outcome.plot_bars(f"throughput, {config.model}", "tokens per second", bars)
-    outcome.finish("throughput-compare-hf" if compare else "throughput", found)
+    outcome.finish(f"throughput-compare-{compare}" if compare else "throughput", found)
 
 
 @bench_command("repeat", "plot", config=ENGINE)
@@ -68,6 +83,9 @@ def workloads(
     names: Annotated[
         str, typer.Argument(help="Comma-separated: main, 64x512 (batch x input = output), 'prefill 1x1024'.")
     ] = "main,1x512,8x512,64x512,prefill 1x1024",
+    tie_experts: Annotated[
+        bool, typer.Option("--tie-experts", help="All tokens take the same experts: routers of zeros.")
+    ] = False,
     *,
     outcome: Outcome,
     config: EngineConfig,
@@ -82,14 +100,16 @@ def workloads(
     rows = []
     started = time.perf_counter()
     with outcome.engine(config) as engine:
+        if tie_experts:
+            engine.executor.probe().tie_routing()
         warm_up(engine)
         outcome.facts["startup_seconds"] = time.perf_counter() - started
         for name in chosen:
-            rows.append(measure_named(engine, name, 0.6, outcome.repeat))
+            rows.append(measure_named(engine, name, 0.6, outcome.repeat, tie_experts))
             report.print_values(name, rows[-1])
     bars = {row["workload"]: row["tokens_per_second"] for row in rows}
     outcome.plot_bars(f"workloads, {config.model}", "tokens per second", bars)
-    outcome.finish("workloads", rows)
+    outcome.finish("workloads", rows, tie_experts=tie_experts)
 
 
 @bench_command("repeat", "threads", "plot", repeat=1, config=ENGINE)
@@ -175,6 +195,21 @@ def moe(*, outcome: Outcome, options: MoeOptions, config: EngineConfig) -> None:
             facts, found["offload"] = offload.run(options.bandwidth_gbs, outcome.plot)
             outcome.facts |= facts
     outcome.finish("moe", found)
+
+
+@bench_command("plot", trace=TRACE)
+def eplb(*, outcome: Outcome, trace: SkewedTrace) -> None:
+    """Balancing experts over ranks: how evenly a skewed trace is divided, without and with redundant experts.
+
+    Simulated: no model, no GPU. balancedness is mean / max tokens of a rank, of each layer, then the mean over layers.
+    """
+    from nanovllm.bench import eplb as lab
+
+    found = lab.replay(trace)
+    lab.print_replay(found, trace)
+    if outcome.plot:
+        report.plot_lines(outcome.plot, "number", lab.lines_of(found), log_x=False)
+    outcome.finish("eplb", found, trace=asdict(trace))
 
 
 @bench.command()
@@ -280,7 +315,7 @@ def serve(*, outcome: Outcome, load: Load) -> None:
 
 @bench_command("repeat", config=ENGINE)
 def sampling(
-    cases: Annotated[str, typer.Option(metavar="NAMES", help="With commas; default: all but 64-schema.")] = "",
+    cases: Annotated[str | None, typer.Option(metavar="NAMES", help="With commas; default: all but 64-schema.")] = None,
     *,
     outcome: Outcome,
     config: EngineConfig,
@@ -289,10 +324,11 @@ def sampling(
     from nanovllm.bench.sampling import CASES, measure_case
     from nanovllm.bench.throughput import warm_up
 
-    names = [name.strip() for name in cases.split(",")] if cases else [name for name in CASES if name != "64-schema"]
+    usual = [name for name in CASES if name != "64-schema"]
+    names = usual if cases is None else [name.strip() for name in cases.split(",")]
     if unknown := [name for name in names if name not in CASES]:
-        raise ConfigError(f"--cases {unknown[0]}: must be of {', '.join(CASES)}")
-    with outcome.engine(config) as engine:
+        raise ConfigError(f"--cases {unknown[0]!r}: must be of {', '.join(CASES)}")
+    with outcome.engine(config, tokenizer="64-schema" in names) as engine:
         warm_up(engine)
         rows = [measure_case(engine, CASES[name], outcome.repeat) for name in names]
     columns: report.Columns = [
@@ -303,3 +339,39 @@ def sampling(
     ]
     report.print_rows("sampling", rows, columns)
     outcome.finish("sampling", rows)
+
+
+@bench_command("threads", "plot")
+def quality(
+    text: Annotated[Path, typer.Option(help="Plain text; best some that the model has not seen.")],
+    model: Annotated[str, typer.Option(help="A folder, a .gguf file, a repository or an alias.")] = EngineConfig.model,
+    formats: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="With commas, such as fp8-row+inputs,Q4_K; default: all.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=2, metavar="INT", help="Tokens that see each other.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, metavar="INT", help="Of the text, from its beginning.")] = 2048,
+    device: Annotated[str, typer.Option(help="auto, cpu or a GPU.")] = "auto",
+    *,
+    outcome: Outcome,
+) -> None:
+    """What each quantised format changes: perplexity, KL divergence and agreement against the unquantised model.
+
+    In float32, with weights rounded to the nearest, without calibration. "+inputs" rounds the inputs of products too.
+    """
+    from nanovllm.bench import quality as lab
+    from nanovllm.bench.quality_formats import find_formats
+    from nanovllm.hardware.device import Device
+
+    tried = find_formats(formats)
+    if device not in DEVICES:
+        raise ConfigError(f"--device {device!r}: must be one of {', '.join(DEVICES)}")
+    outcome.use_threads()
+    place = Device.choose(device)
+    with lab.opened(model, text, window, max_tokens, place) as (rounded, windows):
+        if formats is None:
+            tried = {name: form for name, form in tried.items() if not rounded.rejects(form)}
+        rows = lab.measure(rounded, windows, tried)
+    lab.print_quality(rows, f"{model}, {windows.num_tokens} tokens of {text.name} in windows of {window}")
+    outcome.plot_bars(f"KL from the unquantised model, {model}", "nats", {r["format"]: r["mean_kl"] for r in rows})
+    outcome.facts |= {"hardware": f"{place.name}, {place.architecture}", "model": model, "dtype": "float32"}
+    outcome.finish("quality", rows, text=text.name, window=window, num_tokens=windows.num_tokens)

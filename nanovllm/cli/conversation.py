@@ -27,8 +27,6 @@ class Chat:
     def __init__(self, engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
         if engine.tokenizer is None or not getattr(engine.tokenizer, "chat_template", None):
             raise RequestError("this model has no chat template: use `nanovllm generate`")
-        if params.n != 1:
-            raise RequestError(f"n={params.n}: a conversation has one answer; use `nanovllm generate`")
         self.engine, self.tokenizer = engine, engine.tokenizer
         self.params = params
         self.opening = [{"role": "system", "content": system}] if system is not None else []

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.base import CacheSpec, attention_specs, expanded_bytes
 from nanovllm.attention.select import attention_backend_info, select_backend
 from nanovllm.bench.report import versions
 from nanovllm.config import EngineConfig
@@ -23,20 +23,25 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
+from nanovllm.layers.packed import count_weights, expected_bytes
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
-from nanovllm.models.transformer import Parts, attention_specs
+from nanovllm.models.transformer import Parts
 from nanovllm.ops.opset import choose_ops
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.low_rank import open_low_rank
 from nanovllm.runner.no_effect import options_without_effect
-from nanovllm.weights.checkpoint import open_checkpoint
+from nanovllm.runner.quantization import choose_kv_dtype, choose_packing, choose_scales, why_not_quantised
+from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.resolve import resolve_model
+
+SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
 
 def collect(config: EngineConfig) -> dict[str, Any]:
     device = Device.choose(config.device)
     free, total = device.memory()
+    fp32 = choose_ops(device.is_gpu, torch.float32)  # what the processor can do, whatever dtype was chosen
     offered = attention_backend_info(device)
     facts: dict[str, Any] = {
         "hardware": {
@@ -45,6 +50,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
             "compute_capability": offered["compute_capability"] or "none (no GPU)",
             "memory_bytes": total,
             "free_bytes": free,
+            "quantised_products": fp32.quantised or f"no: {why_not_quantised(device.is_gpu, fp32)}",
         },
         "versions": versions(),
         "attention_backends": offered["backends"],  # for a common model, until ours is known
@@ -58,55 +64,70 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     try:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         low_rank = open_low_rank(replace(config, load_format="dummy"), model, checkpoint)  # dummy: the sizes alone
-        defaults = read_sampling_defaults(config.generation_config, checkpoint.path)
+        dtype = device.resolve_dtype(config.dtype, model.dtype)
+        kv_dtype = choose_kv_dtype(config, model, device.is_gpu, dtype)
+        specs = attention_specs(model, dtype, Parallel(), kv_dtype)
+        selection = select_backend(config.attn_backend, specs, device, resolve_block_size(config, device))
+        facts["attention_backends"] = dict(selection.reasons)
+        max_model_len = resolve_max_model_len(config, model)
+        ops = choose_ops(device.is_gpu, dtype)
+        packing = choose_packing(config, checkpoint, device.is_gpu, ops)
+        scales = choose_scales(config, model, checkpoint, device.is_gpu)
+        build = Build(dtype, torch.device("meta"), ops, Parallel(), packs=packing is not None, scaling=scales)
+        experts = None if low_rank is None else low_rank.resident
+        skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts))
+        weight_bytes = expected_bytes(skeleton, packing, checkpoint, skeleton.rules)
+        packing_words = "FP8" if scales is not None else describe_packing(packing, checkpoint)
     finally:
         checkpoint.close()
-    dtype = device.resolve_dtype(config.dtype, model.dtype)
-    specs = attention_specs(model, dtype, Parallel())
-    selection = select_backend(config.attn_backend, specs, device, resolve_block_size(config, device))
-    facts["attention_backends"] = dict(selection.reasons)
-    max_model_len = resolve_max_model_len(config, model)
-    build = Build(dtype, torch.device("meta"), choose_ops(device.is_gpu, dtype), Parallel())
-    experts = None if low_rank is None else low_rank.resident
-    skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts))
-    num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     facts["model"] = {
         "name": config.model,
         "path": str(path),
         "architecture": model.architecture,
         "dtype": str(dtype)[6:],
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size,
+        "quantization": packing_words,
+        **{name: getattr(model, name) for name in SIZES},
         "max_model_len": max_model_len,
-        "num_parameters": num_parameters,
-        "weight_bytes": num_parameters * dtype.itemsize,
-        "sampling_defaults": str(defaults),
+        "num_parameters": count_weights(skeleton)[0],
+        "weight_bytes": weight_bytes,
+        "sampling_defaults": str(read_sampling_defaults(config.generation_config, checkpoint.path)),
     }
     if low_rank is not None:
         facts["model"]["experts"] = low_rank.notice
-    if unused := options_without_effect(config, device.is_gpu, expected_placement(config, model, device)):
-        facts["options"] = unused
-    facts["memory_plan"] = estimate_memory(config, device, specs, max_model_len, num_parameters * dtype.itemsize)
+    placement = expected_placement(config, model, device, packing is not None and low_rank is None)
+    facts |= unused_options(config, device, placement)
+    facts["memory_plan"] = estimate_memory(config, device, specs, max_model_len, weight_bytes)
     return facts
 
 
-def expected_placement(config: EngineConfig, model: ModelConfig, device: Device) -> str | None:
-    """Of experts, as far as it is known without measuring memory; offload where it may come to that."""
-    if model.moe is None or config.expert_placement != "auto":
-        return None if model.moe is None else config.expert_placement
-    return "offload" if device.is_gpu or config.expert_cache_gb is not None else "resident"
+def unused_options(config: EngineConfig, device: Device, placement: str | None) -> dict[str, Any]:
+    unused = options_without_effect(config, device.is_gpu, placement)
+    return {"options": unused} if unused else {}
+
+
+def describe_packing(packing: str | None, checkpoint: Checkpoint) -> str:
+    stored = {} if packing == "auto" else checkpoint.packed_forms()
+    types = ", ".join(sorted(set((stored or checkpoint.quantised_types()).values())))
+    return (types if packing == "auto" else packing) or (f"none ({types} is expanded)" if types else "none")
+
+
+def expected_placement(config: EngineConfig, model: ModelConfig, device: Device, packs: bool) -> str | None:
+    """Of experts, as far as it is known without measuring memory; offload where it may come to that. `packs`: they are
+    quantised."""
+    if model.moe is None or config.expert_placement == "resident":
+        return None if model.moe is None else "resident"
+    wanted = device.is_gpu or config.expert_placement == "offload" or config.expert_cache_gb is not None
+    return ("disk" if packs else "offload") if wanted else "resident"
 
 
 def estimate_memory(
-    config: EngineConfig, device: Device, specs: list[AttentionSpec], max_model_len: int, weight_bytes: int
+    config: EngineConfig, device: Device, specs: list[CacheSpec], max_model_len: int, weight_bytes: int
 ) -> dict[str, Any]:
     """As the executor would size it; on a GPU less precisely, because the executor computes a step to measure it."""
     block_size = resolve_block_size(config, device)
     found: dict[str, Any] = {"kv_bytes_per_token": block_bytes(specs, 1), "kv_block_size": block_size}
+    if expanded := expanded_bytes(specs):
+        found["expanded_kv_bytes"] = expanded
     spare = int(config.cpu_kvcache_gb * 2**30)
     if device.is_gpu:
         free, total = device.memory()

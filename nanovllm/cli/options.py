@@ -31,8 +31,10 @@ from nanovllm.config import (
     EXECUTORS,
     EXPERT_PLACEMENTS,
     EXPERT_POLICIES,
+    KV_CACHE_DTYPES,
     LOAD_FORMATS,
     POLICIES,
+    QUANTIZATIONS,
     SPECIAL_TOKENS_IN_TEXT,
     EngineConfig,
 )
@@ -196,6 +198,8 @@ ENGINE = OptionGroup(
         "folder with another such file.",
         "device": _one_of(DEVICES),
         "dtype": f"{_one_of(DTYPES)} auto is float32 on a CPU.",
+        "quantization": "Weights on a CPU: auto keeps a GGUF, AWQ or GPTQ file quantised, int8 and int4 quantise other "
+        f"models, none computes in dtype. {_one_of(QUANTIZATIONS)}",
         "max_model_len": "Longest prompt plus output, in tokens; none = what the model was trained for.",
         "max_num_seqs": "How many sequences may run at the same time; the others wait.",
         "max_num_batched_tokens": "How many tokens one step may compute; long prompts are cut into such pieces.",
@@ -204,6 +208,8 @@ ENGINE = OptionGroup(
         "kvcache_block_size": "Tokens per block of the KV cache (16 to 256): small wastes less.",
         "num_kvcache_blocks": "Blocks in the KV cache; none = as many as fit.",
         "cpu_kvcache_gb": "Gigabytes for the KV cache on a CPU.",
+        "kv_cache_dtype": "Number format of the KV cache: auto is the model's; float16 and int8 are for CPUs, fp8 for "
+        f"GPUs. {_one_of(KV_CACHE_DTYPES)}",
         "enable_prefix_caching": "Reuse the computed beginning of prompts that begin alike.",
         "scheduling_policy": f"Who is served first: first come, shortest, or by priority. {_one_of(POLICIES)}",
         "max_wait_steps": "sjf: a waiting request is passed over for at most so many steps; none = no limit.",
@@ -218,6 +224,10 @@ ENGINE = OptionGroup(
         "enforce_eager": "Do not capture GPU graphs: starts faster, runs slower.",
         "tensor_parallel_size": "GPUs (or CPU processes) to split the model over.",
         "expert_parallel_size": "Over how many groups to spread whole experts; 1: each has a share of all.",
+        "enable_eplb": "Move spread experts between their groups, so that all have as much to do.",
+        "num_redundant_experts": "eplb: places of each layer for second copies of popular experts, in all.",
+        "eplb_window_size": "eplb: steps whose load decides.",
+        "eplb_step_interval": "eplb: steps between two times that experts move.",
         "distributed_executor_backend": "Where the ranks run: in this process, in processes of this machine, on a Ray "
         f"cluster, or where torchrun started them; default: the simplest that does. {_one_of(EXECUTORS)}",
         "worker_timeout": "Seconds after which a rank that does not answer is given up.",

@@ -77,9 +77,12 @@ def make_estimate(options: PlanOptions) -> Estimate:
 
 
 def read_facts(config: EngineConfig) -> ModelFacts:
+    import torch
+
     from nanovllm.engine.defaults import resolve_max_model_len
     from nanovllm.lowrank.folder import low_rank_forms
     from nanovllm.models.registry import find_family
+    from nanovllm.runner.quantization import choose_kv_dtype
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model
 
@@ -92,13 +95,17 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     find_family(model)  # an architecture that this engine does not have is refused here, not after a download
     resolve_max_model_len(config, model)
     trained = resolve_max_model_len(replace(config, max_model_len=None), model)
-    return ModelFacts(model, 4 if config.dtype == "float32" else 2, trained, forms)
+    dtype = torch.float32 if config.dtype == "float32" else torch.float16
+    choose_kv_dtype(config, model, True, dtype)  # refuses what no GPU has
+    return ModelFacts(model, dtype.itemsize, trained, forms, kv_cache_dtype=config.kv_cache_dtype)
 
 
 def command(estimate: Estimate) -> str:
     words = ["nanovllm", "generate", "Why is the sky blue?"]
     for name, value in estimate.settings.items():
-        words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(f"{value:g}" if isinstance(value, float) else str(value))
     return shlex.join(words)
 
 
@@ -114,7 +121,10 @@ def estimate_record(estimate: Estimate) -> dict[str, Any]:
         "host_bytes": estimate.memory.host_bytes,
         "usable_bytes": estimate.memory.usable_bytes,
         "kv_bytes_per_token": estimate.model.kv_bytes_per_token,
+        "expanded_kv_bytes": estimate.model.expanded_kv_bytes,
         "num_experts": estimate.model.num_experts,
+        "redundant_experts": estimate.model.redundant_experts,
+        "spare_bytes": estimate.model.spare_bytes,
         "assumptions": list(estimate.hardware.link_notes),
     }
     tiers = estimate.tiers
@@ -172,6 +182,12 @@ def show_estimate(estimate: Estimate) -> None:
         f"longest context: {tiers.longest_context} tokens for one sequence; with the settings below "
         f"the KV cache holds {tiers.kv_tokens} tokens"
     )
+    if (expanded := estimate.model.expanded_kv_bytes) is not None:
+        latent = estimate.model.kv_bytes_per_token
+        console.print(
+            f"a token takes {latent} bytes of KV cache (latent attention); keys and values of all heads would take "
+            f"{expanded}, {expanded / latent:.1f} times as much"
+        )
     for line in tiers.notes:
         console.print(f"note: {line}")
     console.print(f"\nsettings:\n{command(estimate)}")
@@ -213,7 +229,11 @@ def place_rows(estimate: Estimate) -> Iterator[list[str]]:
     yield ["what", "where", "how many", "GiB"]
     yield row("dense weights", "GPU", "", tiers.dense_bytes)
     if tiers.resident_experts:
-        yield row("experts", "GPU", str(tiers.resident_experts), tiers.resident_bytes)
+        redundant, spare = estimate.model.redundant_experts, estimate.model.spare_bytes
+        count = f"{tiers.resident_experts}, {redundant} of them redundant" if redundant else str(tiers.resident_experts)
+        yield row("experts", "GPU", count, tiers.resident_bytes - spare)
+        if spare:
+            yield row("spare expert buffer", "GPU", str(estimate.model.layer_experts), spare)
     if tiers.placement == "offload":
         size, low, high = tiers.expert_bytes, min(tiers.quotas), max(tiers.quotas)
         share = f"{low} a layer" if low == high else f"{low} or {high} a layer"
@@ -255,7 +275,7 @@ def speed_rows(estimate: Estimate) -> Iterator[list[str]]:
 
 def show_scaling(estimate: Estimate, console: Console) -> None:
     show_table(console, "a step, computed", scaling_rows(estimate))
-    whole = replace(estimate.model, num_ranks=1, expert_size=1)
+    whole = replace(estimate.model, num_ranks=1, expert_size=1, num_redundant=None)
     alone = "one such GPU"
     if whole.dense_bytes + whole.all_experts_bytes > estimate.memory.usable_bytes:
         alone += ", if the model fitted in it (it does not)"
@@ -268,7 +288,8 @@ def show_scaling(estimate: Estimate, console: Console) -> None:
 def scaling_rows(estimate: Estimate) -> Iterator[list[str]]:
     model, several_hosts = estimate.model, estimate.topology.num_hosts > 1
     is_spread = estimate.topology.expert_size > 1 and model.num_sparse_layers > 0
-    num_reduces = 1 if is_spread else 2  # in a layer
+    has_shared = model.config.moe is not None and model.config.moe.shared_size > 0
+    num_reduces = 1 if is_spread and not has_shared else 2  # in a layer
     names = ["", "tokens a second", "speed-up", "computing ms", "talking ms", "MB all-reduced a layer"]
     yield [*names, "MB a GPU sends", *["of it all-to-all"] * is_spread, *["MB a host sends"] * several_hosts]
     for work in estimate.scaling.works:

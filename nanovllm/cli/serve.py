@@ -11,6 +11,7 @@ import typer
 
 from nanovllm.cli.options import ENGINE, OptionGroup, is_given, with_options
 from nanovllm.cli.stream import note
+from nanovllm.cli.trace import check_trace
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
@@ -81,6 +82,7 @@ def serve(
         config = replace(config, model=model_name)
     if options.api_key is None and os.environ.get(API_KEY):
         options = replace(options, api_key=os.environ[API_KEY])
+    check_trace(options.trace)
     if replicas > 1:
         try:
             from nanovllm.server.replicas import serve_replicas

@@ -84,7 +84,7 @@ def run_requests(
         while engine.has_unfinished_requests() and not keys.pressed:
             for delta in engine.step():
                 take(delta)
-        interrupted = engine.has_unfinished_requests()
+        keys.pressed, interrupted = False, engine.has_unfinished_requests()
         for request_id in ids:
             if cut := engine.abort_request(request_id):
                 take(cut)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,15 @@ from nanovllm.telemetry.trace import read_trace
 trace = typer.Typer(name="trace", help="Look at a recorded run of the engine.", no_args_is_help=True)
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="What `nanovllm serve --trace FILE` wrote.")]
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def check_trace(file: str | None) -> None:
+    """Before a model is loaded, which may take minutes. An old trace stays until the new one begins."""
+    from nanovllm.bench.report import check_file
+    from nanovllm.telemetry.readers import START
+
+    if file is not None:
+        check_file("--trace", Path(file), START)
 
 
 @trace.command()

@@ -194,6 +194,9 @@ class AsyncLLMEngine:
         with contextlib.suppress(EngineDeadError):  # closing the engine has detached it
             self._post(lambda: self.engine.watch.detach(reader))
 
+    def expert_load(self) -> Future[list[list[int]] | None]:
+        return self._submit(lambda: self.engine.executor.expert_load())
+
     def drain(self) -> None:
         """Before a shutdown: a paused engine resumes, so that running requests can finish, and readers are detached."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from hashlib import blake2b
 from typing import Any
 
@@ -10,9 +11,11 @@ from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.expert_memory import batched_tokens_for_experts
+from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
+logger = logging.getLogger("nanovllm")
 # A step of a CPU takes long even if it is small, and small blocks waste less of the cache; a GPU needs large steps.
 DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
@@ -56,6 +59,22 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > trained:
         raise ConfigError(f"max_model_len={config.max_model_len}: this model reads at most {trained} tokens")
     return config.max_model_len
+
+
+def warn_of_small_cache(config: EngineConfig, max_model_len: int, layout: CacheLayout, device: Device) -> None:
+    capacity = layout.num_blocks * layout.block_size
+    if capacity >= max_model_len:
+        return
+    remedy = f"raise {'gpu_memory_utilization' if device.is_gpu else 'cpu_kvcache_gb'}"
+    if config.num_kvcache_blocks is not None:
+        remedy = f"set num_kvcache_blocks={-(-max_model_len // layout.block_size)}"
+    logger.warning(
+        "the KV cache holds %d tokens, fewer than max_model_len=%d: prompt and output together end there; %s or lower "
+        "max_model_len",
+        capacity,
+        max_model_len,
+        remedy,
+    )
 
 
 def derive_seed(engine_seed: int, request_number: int, user_seed: int | None, index: int) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.light_tokenizer import LightTokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no (whole) character
 # A character has at most 4 bytes, so at most 3 are waiting for more. Byte-level decoders show those as one U+FFFD,
@@ -236,7 +237,8 @@ def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]],
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     method = getattr(type(tokenizer), "_decode", None)
-    if backend is None or not getattr(method, "__module__", "").startswith("transformers.tokenization_utils"):
+    is_usual = getattr(method, "__module__", "").startswith("transformers.tokenization_utils")
+    if backend is None or not (is_usual or isinstance(tokenizer, LightTokenizer)):
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return lambda ids: tokenizer.decode(ids, **options)
 

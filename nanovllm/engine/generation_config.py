@@ -16,7 +16,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.weights.safetensors_folder import read_json
+from nanovllm.weights.shards import read_json
 
 logger = logging.getLogger("nanovllm")
 FILE = "generation_config.json"
@@ -55,6 +55,6 @@ def read_sampling_defaults(generation_config: str, model: Path) -> SamplingDefau
         try:
             values[field] = getattr(SamplingParams(**{field: content[name]}), field)
         except RequestError as error:
-            reason = str(error).partition(": ")[2]
-            logger.warning("%s: %s=%.40r is ignored: %.200s", file, name, content[name], reason)
+            reason = str(error).partition(": must be ")[2]  # before it is the value, which may have colons too
+            logger.warning("%s: %s=%.40r is ignored: must be %.200s", file, name, content[name], reason)
     return SamplingDefaults(values, str(file) if values else f"{file} sets none")

@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 from nanovllm.engine.control_tokens import ControlTokens
 from nanovllm.errors import ContextLengthError, RequestError
 from nanovllm.sampling_params import MAX_BAD_WORD, SamplingParams
+from nanovllm.weights.light_tokenizer import transformers_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 MESSAGES = "messages must be a non-empty list of {'role': ..., 'content': ...}"
@@ -47,11 +48,17 @@ class EngineInput:
 
 class InputProcessor:
     def __init__(
-        self, tokenizer: Any | None, vocab_size: int, max_model_len: int, special_tokens_in_text: str = "allow"
+        self,
+        tokenizer: Any | None,
+        vocab_size: int,
+        max_model_len: int,
+        special_tokens_in_text: str = "allow",
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
         self.control_tokens = ControlTokens(tokenizer, special_tokens_in_text, self.encode)
 
     def parse(self, prompt: Prompt) -> EngineInput:
@@ -62,13 +69,19 @@ class InputProcessor:
             token_ids = self.encode(text)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token (a BOS token or a space would do)")
+        token_ids = list(token_ids)  # a deque has no slices
         head = token_ids[: self.max_model_len]  # a longer prompt is refused for its length (Scheduler.check_fits)
-        for token_id in head:
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"prompt token id {token_id!r}: must be an integer in [0, {self.vocab_size - 1}], the vocabulary"
-                )
-        return EngineInput([*map(int, head), *token_ids[self.max_model_len :]], text, salt)
+        # One look at all: a check of each took 1.5 us a token, a quarter of the time of a long prefill.
+        if set(map(type, head)) != {int} or min(head) < 0 or max(head) >= self.vocab_size:
+            head = [self._checked_id(token_id) for token_id in head]
+        return EngineInput(head + token_ids[self.max_model_len :], text, salt)
+
+    def _checked_id(self, token_id: Any) -> int:
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= int(token_id) < self.vocab_size:
+            raise RequestError(
+                f"prompt token id {token_id!r}: must be an integer in [0, {self.vocab_size - 1}], the vocabulary"
+            )
+        return int(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True, what: str = "the prompt") -> list[int]:
         if self.tokenizer is None:
@@ -138,11 +151,13 @@ class InputProcessor:
             raise RequestError(f"chat_template={chat_template!r:.80}: must be the text of a Jinja template")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise RequestError(f"chat_template_kwargs={kwargs!r:.80}: must map names to values")
-        render: Any = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
+        if not kwargs:
+            return {}
+        render: Any = transformers_tokenizer(self.tokenizer).apply_chat_template
         reserved = {*inspect.signature(render).parameters, "messages"} - {"documents"}
-        if taken := sorted(reserved & set(kwargs or ())):
+        if taken := sorted(reserved & set(kwargs)):
             raise RequestError(f"chat_template_kwargs: {taken} are not variables of the template; give them to chat()")
-        return dict(kwargs or {})
+        return dict(kwargs)
 
     def check_params(self, params: SamplingParams) -> None:
         """Checks that need the vocabulary or the tokenizer, which SamplingParams does not have."""
@@ -158,6 +173,8 @@ class InputProcessor:
         words = self.bad_words_ids(params.bad_words or ())  # type: ignore[arg-type]
         banned = {word[0]: "bad_words" for word in words if len(word) == 1}
         if params.min_tokens:
+            ends = () if params.ignore_eos else self.eos_token_ids
+            banned |= dict.fromkeys(ends, "min_tokens and the model's end tokens")
             banned |= dict.fromkeys(params.stop_token_ids or (), "min_tokens and stop_token_ids")
         allowed = params.allowed_token_ids
         if allowed is not None and all(token_id in banned for token_id in allowed):
@@ -216,9 +233,11 @@ def _plain_message(message: Any) -> dict[str, Any]:
         content = ""
     if isinstance(content, list | tuple):
         for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, Mapping) else part
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            if not isinstance(part, Mapping) or kind != "text":
                 raise RequestError(f"messages: a content part {kind!r:.40}: only parts of type 'text' are read")
+            if not isinstance(part.get("text"), str):
+                raise RequestError("messages: a content part of type 'text' needs 'text', a string")
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise RequestError(f"messages: the content of a message of role {role!r:.40} must be text; {MESSAGES}")

@@ -24,6 +24,9 @@ def ctrl_c() -> Iterator[CtrlC]:
     """Inside this block Ctrl-C only sets `pressed`, which the caller checks between steps. An exception inside a step
     would empty the prefix cache, and would end an engine of several ranks: the others would wait for this one for ever.
 
+    A press that the caller has not seen, during the last step, is raised at the end of the block. One that it has
+    dealt with it sets back to False.
+
     A handler that the caller has set stays, and outside the main thread, which alone may set handlers, nothing changes.
     """
     handler = CtrlC()
@@ -38,3 +41,5 @@ def ctrl_c() -> Iterator[CtrlC]:
         yield handler
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if handler.pressed:
+        raise KeyboardInterrupt

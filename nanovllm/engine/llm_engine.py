@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ class LLMEngine:
             self.executor = make_executor(config, self.model_config, checkpoint, device, limits)
         finally:
             checkpoint.close()
+        defaults.warn_of_small_cache(config, self.max_model_len, self.executor.layout, device)
         decode_steps = config.decode_steps or self.executor.decode_steps
         self.scheduler = Scheduler(
             SchedulerLimits(config.max_num_seqs, max_tokens, self.max_model_len, decode_steps),
@@ -72,9 +74,10 @@ class LLMEngine:
             make_policy(config.scheduling_policy, config.max_wait_steps),
             text_stop=lambda seq: self._by_seq[seq.seq_id][1].find_stop(),
         )
-        vocab_size, special = self.model_config.vocab_size, config.special_tokens_in_text
-        self.inputs = InputProcessor(self.tokenizer, vocab_size, self.max_model_len, special)
-        self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
+        vocab_size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
+        special = config.special_tokens_in_text
+        self.inputs = InputProcessor(self.tokenizer, vocab_size, self.max_model_len, special, eos)
+        self.grammars = Grammars(self.tokenizer, vocab_size, eos)
         self.stats = StepStats()
         self.expert_stats = self.executor.expert_stats()  # as of the last begin or end of a request; for any thread
         self.watch = Watcher(self.scheduler, lambda seq_id: self._by_seq[seq_id][0].request_id)
@@ -88,7 +91,7 @@ class LLMEngine:
         self._last_landing = 0.0
         self._num_grammars = 0  # running requests that have one
         self._seq_ids, self._request_count = itertools.count(), itertools.count()
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -96,6 +99,8 @@ class LLMEngine:
         """Refuses bad input before any state changes. Raises RequestError."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
+        if self._process != os.getpid():  # the threads of OpenMP are not there: the first product would wait for ever
+            raise EngineDeadError("this engine belongs to the process before the fork: use multiprocessing's 'spawn'")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
         parsed = prompt if isinstance(prompt, EngineInput) else self.inputs.parse(prompt)

@@ -25,3 +25,12 @@ def cache_folder() -> Path:
         return Path(os.path.expanduser(own))
     shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(shared) / "nanovllm"
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM; 0 where the system does not say (it is not Linux)."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,7 @@ class Parallel:
     size: int = 1
     group: Any = field(default=None, compare=False, repr=False)  # a process group of torch; None for one rank
     expert_size: int = 1  # experts are spread over so many groups of neighbouring ranks, each group has its own
+    background: Any = field(default=None, compare=False, repr=False)  # a second group of the same ranks, beside steps
 
     @property
     def ranks_per_expert(self) -> int:
@@ -129,6 +131,21 @@ class Parallel:
         self.group.alltoall_base(found.view(torch.uint8), rows.contiguous().view(torch.uint8), received, sent).wait()
         return found
 
+    def begin_exchange(
+        self, rows: torch.Tensor, found: torch.Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], object]:
+        """`exchange_rows` of bytes into `found`, beside the steps that follow: what it returns waits for it (on a GPU:
+        makes the work that is queued next wait). Until then `rows` is not written and `found` not read. The second
+        group has an order of its own, so ranks may be at unlike places of a step; all begin the same exchanges in the
+        same order."""
+        work = self.background.alltoall_base(found, rows, received, sent)
+
+        def finish() -> tuple[torch.Tensor, torch.Tensor]:
+            work.wait()
+            return rows, found  # which also keeps their memory until then
+
+        return finish
+
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers: for facts on which all base the same decision, such as free memory."""
         return min(self.gather_numbers(number))
@@ -197,27 +214,53 @@ def own_address(peer: str) -> str:
 
 def limit_waiting(parallel: Parallel, timeout: float) -> None:
     """From now on a rank waits no longer than that for the others. (Loading may take one of them minutes.)"""
-    if parallel.size > 1:
-        parallel.group._set_default_timeout(timedelta(seconds=timeout))
+    for group in _groups(parallel):
+        group._set_default_timeout(timedelta(seconds=timeout))
 
 
 def give_up(parallel: Parallel) -> None:
     """End the collectives that wait, on the GPU too. From another thread than the one that waits."""
-    if parallel.group is not None:
-        parallel.group.abort()
+    for group in _groups(parallel):
+        group.abort()
 
 
 def disconnect(parallel: Parallel) -> None:
-    """Drop the group: its sockets and threads stay until the last reference to it goes, and the traceback of an error
-    may keep the Parallel alive."""
+    """Drop the groups: their sockets and threads stay until the last reference to them goes, and the traceback of an
+    error may keep the Parallel alive. An exchange that is under way is waited for, or fails with the rank it waits
+    for."""
     object.__setattr__(parallel, "group", None)
+    object.__setattr__(parallel, "background", None)
+
+
+def _groups(parallel: Parallel) -> list[Any]:
+    return [group for group in (parallel.group, parallel.background) if group is not None]
 
 
 def connect(
-    store: Any, rank: int, size: int, device: torch.device, timeout: float, address: str = LOOPBACK
+    store: Any,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: float,
+    address: str = LOOPBACK,
+    background: bool = False,
 ) -> Parallel:
     """All ranks call this; it returns when all have. NCCL between GPUs, gloo between CPUs. `address`: of this machine,
-    where the others reach it."""
+    where the others reach it. `background`: with a second group, for exchanges beside steps."""
+    from torch.distributed import PrefixStore
+
+    group = _open_group(PrefixStore("steps", store), rank, size, device, timeout, address)
+    if not background:
+        return Parallel(rank, size, group)
+    second = _open_group(PrefixStore("background", store), rank, size, device, timeout, address)
+    parallel = Parallel(rank, size, group, background=second)
+    # NCCL connects the ranks and takes memory for it at the first exchange: now, before free memory is measured.
+    rows, each = torch.zeros(size, 1, dtype=torch.uint8, device=device), [1] * size
+    parallel.begin_exchange(rows, torch.empty_like(rows), each, each)()
+    return parallel
+
+
+def _open_group(store: Any, rank: int, size: int, device: torch.device, timeout: float, address: str) -> Any:
     import torch.distributed as dist
 
     limit = timedelta(seconds=timeout)
@@ -228,9 +271,9 @@ def connect(
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         torch.cuda.set_device(device)
-        return Parallel(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # By name or by default gloo would listen on whatever address the host's name resolves to.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = limit
-    return Parallel(rank, size, dist.ProcessGroupGloo(store, rank, size, options))
+    return dist.ProcessGroupGloo(store, rank, size, options)

@@ -25,23 +25,24 @@ class Arriving(Protocol):
         """Once."""
 
 
+@dataclass(frozen=True)
 class HostResult:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._host = tensor.clone()  # a step that is called again may write the same memory
+    host: np.ndarray
 
     def wait(self) -> np.ndarray:
-        return self._host.numpy()
+        return self.host
 
 
 class FixedUpload:
     """Tensors at fixed addresses, for a captured graph: shapes are those of the first arrays."""
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
-        self.tensors = [torch.from_numpy(array.copy()) for array in arrays]
+        self._arrays = [array.copy() for array in arrays]
+        self.tensors = [torch.from_numpy(place) for place in self._arrays]
 
     def send(self, arrays: list[np.ndarray]) -> None:
-        for tensor, array in zip(self.tensors, arrays):
-            tensor.copy_(torch.from_numpy(array))
+        for place, array in zip(self._arrays, arrays):
+            place[...] = array
 
 
 class Transfers:
@@ -56,7 +57,7 @@ class Transfers:
         return FixedUpload(arrays)
 
     def start(self, tensor: torch.Tensor) -> Arriving:
-        return HostResult(tensor)
+        return HostResult(tensor.numpy().copy())  # a step that is called again may write the same memory
 
     def reset(self) -> None:
         """Nothing is on its way any more: buffers whose owner was dropped are free."""

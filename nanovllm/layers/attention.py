@@ -27,7 +27,7 @@ class Step:
     attention: AttentionBatch
 
 
-KVCache = tuple[torch.Tensor, torch.Tensor]  # of one layer: [blocks, block_size, kv_heads, head_dim] each
+KVCache = tuple[torch.Tensor, ...]  # of one layer: K and V, [blocks, block_size, kv_heads, head_dim] each
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,4 @@ class Attention(Layer):
         places = (rope.angles, rope.positions, *cache, step.attention.slots)
         # q: [tokens, heads, head_dim]. This step's K and V are in the cache afterwards.
         q = self.ops.qk_norm_rope(qkv, norms, self.head_norm_eps or 0.0, *places, self.spec.num_heads)
-        return self.backend.attend(q, *cache, step.attention, self.spec).flatten(1)
+        return self.backend.attend(q, cache[0], cache[1], step.attention, self.spec).flatten(1)

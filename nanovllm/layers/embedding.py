@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.layers.build import Build, Layer
 
@@ -17,15 +16,16 @@ class VocabEmbedding(Layer):
         self.parallel = build.parallel
         shard = build.parallel.shard_vocab(vocab_size)
         self.first, self.num_padded = shard.start, -(-vocab_size // build.parallel.size)
-        self.weight = build.parameter(self.num_padded, size)
+        self.weight = build.matrix({"": self.num_padded}, size, True)
         self.shards = {"": shard}
+        self.ops = build.ops
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.ops.embed(token_ids, self.weight)
         local = token_ids - self.first
         inside = (local >= 0) & (local < self.num_padded)
-        rows = F.embedding(torch.where(inside, local, 0), self.weight) * inside[:, None]
+        rows = self.ops.embed(torch.where(inside, local, 0), self.weight) * inside[:, None]
         return self.parallel.all_reduce(rows)
 
 
@@ -33,7 +33,8 @@ class LMHead(Layer):
     def __init__(self, vocab_size: int, size: int, build: Build, tied: VocabEmbedding | None) -> None:
         super().__init__()
         self.parallel, self.vocab_size = build.parallel, vocab_size
-        self.weight = tied.weight if tied else build.parameter(-(-vocab_size // build.parallel.size), size)
+        rows = -(-vocab_size // build.parallel.size)
+        self.weight = tied.weight if tied else build.matrix({"": rows}, size, True)
         self.shards = {"": build.parallel.shard_vocab(vocab_size)}
         self.ops = build.ops
 

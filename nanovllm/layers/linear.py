@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.hardware.parallel import Shard
+from nanovllm.hardware.parallel import Parallel, Shard
 from nanovllm.layers.build import Build, Layer
 
 
@@ -25,7 +25,7 @@ class Linear(Layer):
         self.shards = shards or {}  # name -> which part of the checkpoint's tensor; absent = all of it
         self.elsewhere: dict[str, tuple[int, ...]] = {}  # parts that other ranks have, and their shapes
         self.ops = build.ops
-        self.weight = build.parameter(sum(parts.values()), in_size)
+        self.weight = build.matrix(parts, in_size)
         self.bias = build.parameter(sum(parts.values())) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,10 +63,11 @@ class QKVParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """Its input is already split; the partial results are added up over the ranks, the bias by one of them."""
 
-    def __init__(self, in_size: int, out_size: int, bias: bool, build: Build) -> None:
+    def __init__(self, in_size: int, out_size: int, bias: bool, build: Build, reduces: bool = True) -> None:
+        """`reduces`: False if the caller adds the partial results up."""
         shard = build.parallel.shard(1, in_size, "input size")
         super().__init__(shard.length, {"": out_size}, bias, build, {"": shard})
-        self.parallel = build.parallel
+        self.parallel = build.parallel if reduces else Parallel(build.parallel.rank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.parallel.rank == 0 else None

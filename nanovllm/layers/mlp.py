@@ -9,10 +9,10 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 
 class GatedMLP(Layer):
-    def __init__(self, hidden: int, intermediate: int, bias: bool, build: Build) -> None:
+    def __init__(self, hidden: int, intermediate: int, bias: bool, build: Build, reduces: bool = True) -> None:
         super().__init__()
         self.gate_up = MergedColumnParallelLinear(hidden, {"gate": intermediate, "up": intermediate}, bias, build)
-        self.down = RowParallelLinear(intermediate, hidden, bias, build)
+        self.down = RowParallelLinear(intermediate, hidden, bias, build, reduces)
         self.ops = build.ops
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import math
 import torch
 
 from nanovllm.errors import ConfigError, ModelError
-from nanovllm.model_config import RopeConfig, positive_float
+from nanovllm.model_config import RopeConfig, positive_float, sharpen
 
 MAX_TABLE_BYTES = 2**30  # two million positions of a head of 128
 
@@ -72,14 +72,12 @@ def _yarn(plain: torch.Tensor, factor: float, original: float, rope: RopeConfig)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
     keep = 1 - ramp.clamp(0, 1)
 
-    def sharpen(m: float) -> float:
-        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     attention = params.get("attention_factor")
     if attention is None:
-        attention = sharpen(1.0)
+        attention = sharpen(factor, 1.0)
         if params.get("mscale") and params.get("mscale_all_dim"):
-            attention = sharpen(positive_float(params, "mscale")) / sharpen(positive_float(params, "mscale_all_dim"))
+            named = (sharpen(factor, positive_float(params, name)) for name in ("mscale", "mscale_all_dim"))
+            attention = next(named) / next(named)
     return (1 - keep) * plain / factor + keep * plain, attention
 
 

@@ -27,8 +27,10 @@ from nanovllm.lowrank.format import U_FILE, u_key, v_file, v_key
 from nanovllm.model_config import ModelConfig
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertForm
+from nanovllm.weights.gguf_quants import StoredBlocks
+from nanovllm.weights.quantised import PackedNumbers
 from nanovllm.weights.rules import Rule
-from nanovllm.weights.safetensors_folder import Location, read_locations
+from nanovllm.weights.shards import Location, read_locations
 
 RULES = (
     Rule("svd.{i}.u13.{part:w1|w3}", "layers.{i}.mlp.experts.u13.weight"),
@@ -126,6 +128,24 @@ class SvdCheckpoint:
     def _check_same(self, path: Path, found: os.stat_result | None) -> None:
         if found is None or _stamp(found) != self._stamps[path]:
             raise ModelError(f"{path}: was removed, cut or replaced while it is served; start the engine again")
+
+    def read_blocks(self, name: str) -> StoredBlocks | None:
+        return None if name in self._shapes else self._teacher.read_blocks(name)
+
+    def quantised_types(self) -> dict[str, str]:
+        return self._teacher.quantised_types()
+
+    def read_packed(self, name: str) -> PackedNumbers | None:
+        return None if name in self._shapes else self._teacher.read_packed(name)
+
+    def packed_forms(self) -> dict[str, str]:
+        return {name: form for name, form in self._teacher.packed_forms().items() if ".experts." not in name}
+
+    def unused(self) -> list[str]:
+        return self._teacher.unused()
+
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        return self._teacher.kv_scales()
 
     def load_tokenizer(self) -> Any:
         return self._teacher.load_tokenizer()

@@ -186,6 +186,8 @@ class _Budget:
         needed = everything + self.one_sequence
         if needed > self.left:
             experts = f", {model.num_experts} experts {gib(everything)}" if everything else ""
+            if model.spare_bytes:
+                experts += f" ({model.redundant_experts} redundant, a spare buffer of {gib(model.spare_bytes)})"
             advice = ""
             if everything and self._offload_needs() <= self.left:
                 buffers = (self.left - self.one_sequence) // model.expert_bytes

@@ -54,7 +54,9 @@ class Estimate:
     def _fit(
         cls, options: PlanOptions, model: ModelFacts, hardware: Hardware, topology: Topology, check_sizes: CheckSizes
     ) -> Estimate:
-        model = replace(model, num_ranks=topology.num_ranks, expert_size=topology.expert_size)
+        redundant = options.num_redundant_experts if options.enable_eplb else None
+        num_ranks, expert_size = topology.num_ranks, topology.expert_size
+        model = replace(model, num_ranks=num_ranks, expert_size=expert_size, num_redundant=redundant)
         wants, tiers, refusal = choose(hardware.memory.shared(topology.per_host), model, options)
         return cls(options, model, hardware, topology, wants, tiers, refusal, check_sizes)
 
@@ -70,8 +72,11 @@ class Estimate:
         return self._fit(self._options_on(topology), self.model, self.hardware, topology, self.check_sizes)
 
     def _options_on(self, topology: Topology) -> PlanOptions:
+        options = self.options
+        if topology.expert_size == 1:  # nothing moves where every rank has a share of each expert
+            options = replace(options, enable_eplb=False, num_redundant_experts=0)
         return replace(
-            self.options,
+            options,
             tensor_parallel_size=topology.num_ranks,
             expert_parallel_size=topology.expert_size,
             hosts=topology.num_hosts,
@@ -113,10 +118,9 @@ class Estimate:
             "max_num_seqs": wants.max_num_seqs,
             "gpu_memory_utilization": options.gpu_memory_utilization,
         }
-        if options.dtype != "auto":
-            chosen["dtype"] = options.dtype
-        for name in ("tensor_parallel_size", "expert_parallel_size"):
-            if getattr(options, name) > 1:
+        ranks = ("tensor_parallel_size", "expert_parallel_size", "enable_eplb", "num_redundant_experts")
+        for name in ("dtype", "kv_cache_dtype", *ranks):
+            if getattr(options, name) != getattr(PlanOptions, name):
                 chosen[name] = getattr(options, name)
         if options.hosts > 1:
             chosen["distributed_executor_backend"] = "ray"

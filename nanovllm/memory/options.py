@@ -19,6 +19,7 @@ class PlanOptions:
     max_num_seqs: int | None = None
     gpu_memory_utilization: float = 0.9
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     expert_placement: str = "auto"
     expert_cache_gb: float | None = None
     expert_host_gb: float | None = None
@@ -28,6 +29,8 @@ class PlanOptions:
     measure: bool = False
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    enable_eplb: bool = False
+    num_redundant_experts: int = 0
     hosts: int = 1
     link: str = "nvlink"
     link_gbs: float | None = None

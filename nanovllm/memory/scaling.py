@@ -17,7 +17,8 @@ one, and so does this model: trees for one token, rings for prompts. Over hosts 
 host and between hosts, where the network card of a host is shared by its g GPUs: each has 1/g of m to bring across.
 
 Spread experts (moe/spread.py) replace a sparse layer's all-reduce by all-to-alls there and back, in which a rank sends
-2 T k H b (n - 1) / n^2 times n / e bytes, and a gather of T H b (n - 1) / n; and the host must read counts before.
+2 T k H b (n - 1) / n^2 times n / e bytes, and a gather of T H b (n - 1) / n; and the host must read counts before. A
+shared MLP beside them (DeepSeek) is cut and keeps the all-reduce; beside experts that are cut it needs none of its own.
 
 Computing and communication take turns, as they do in the engine. The rest (launches, sampling, scheduling) is not in
 here: on one H200 the engine takes 1.04 to 1.31 times as long as computed here (docs/scaling.md).
@@ -176,7 +177,8 @@ def _cost(
     collectives = Collectives(topology, machine)
     hidden_bytes = num_tokens * config.hidden_size * model.itemsize
     spread = model.num_sparse_layers if topology.expert_size > 1 else 0
-    collectives.all_reduce(hidden_bytes, 1 + 2 * config.num_layers - spread)
+    has_shared = config.moe is not None and config.moe.shared_size > 0  # an MLP that is cut, beside spread experts
+    collectives.all_reduce(hidden_bytes, 1 + 2 * config.num_layers - (0 if has_shared else spread))
     if spread:
         shares = topology.num_ranks // topology.expert_size  # a row goes to each rank that has a part of its expert
         rows = num_tokens * model.top_k * shares / topology.num_ranks

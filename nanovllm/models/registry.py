@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from nanovllm.errors import ModelError
 from nanovllm.model_config import ModelConfig
-from nanovllm.models import llama, mixtral, qwen2, qwen3, qwen3_moe
+from nanovllm.models import deepseek, llama, mixtral, qwen2, qwen3, qwen3_moe
 from nanovllm.models.transformer import Parts, Transformer
 
-FAMILIES = (llama, qwen2, qwen3, mixtral, qwen3_moe)
+FAMILIES = (llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek)
 
 
 def find_family(config: ModelConfig) -> Callable[[ModelConfig, Parts], Transformer]:

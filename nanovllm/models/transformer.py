@@ -7,20 +7,21 @@ the norm that follows it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionBackend, AttentionSpec
-from nanovllm.hardware.parallel import Parallel
-from nanovllm.layers.attention import Attention, KVCache, Rope, Step
+from nanovllm.attention.base import attention_specs
+from nanovllm.layers.attention import KVCache, Rope, Step
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.embedding import LMHead, VocabEmbedding
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import cos_sin_table
+from nanovllm.layers.scaled_attention import attention_of
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.layer import MakeExperts, MoeLayer
 from nanovllm.moe.resident import ResidentExperts
@@ -35,6 +36,7 @@ class Style:
     out_bias: bool = False
     mlp_bias: bool = False
     head_norm: bool = False  # RMSNorm on every head of q and k
+    attention: Callable[..., Layer] | None = None  # (config, spec, parts) -> another kind of attention
     more_rules: tuple[Rule, ...] = ()  # checkpoint names that are not in RULES
 
 
@@ -43,7 +45,7 @@ class Parts:
     """What a model is built from besides its config: everything that depends on the machine and not on the family."""
 
     build: Build
-    backend: AttentionBackend
+    backend: Any  # an AttentionBackend, or for latent attention a LatentBackend
     max_model_len: int
     experts: MakeExperts | None = None  # None: all experts are in the device's memory
 
@@ -64,14 +66,20 @@ RULES = (
 
 
 class DecoderLayer(Layer):
-    def __init__(self, index: int, config: ModelConfig, style: Style, parts: Parts, spec: AttentionSpec) -> None:
+    def __init__(self, index: int, config: ModelConfig, style: Style, parts: Parts, spec: Any) -> None:
         super().__init__()
         build, eps = parts.build, config.rms_norm_eps
         self.ops = build.ops
-        self.fuses = config.moe is None and build.parallel.size == 1  # sums over ranks or experts prevent it
+        self.fuses = (
+            config.moe is None and style.attention is None and build.parallel.size == 1
+        )  # sums over ranks or experts prevent it
         self.attention_norm = RMSNorm(config.hidden_size, eps, build)
         sizes, biases = (config.hidden_size, spec, config.num_kv_heads), (style.qkv_bias, style.out_bias)
-        self.attention = Attention(*sizes, parts.backend, build, *biases, eps if style.head_norm else None)
+        self.attention: Any  # an Attention or a LatentAttention
+        if style.attention is not None:
+            self.attention = style.attention(config, spec, parts)
+        else:
+            self.attention = attention_of(spec)(*sizes, parts.backend, build, *biases, eps if style.head_norm else None)
         self.mlp_norm = RMSNorm(config.hidden_size, eps, build)
         self.mlp: Any  # a MoeLayer or a GatedMLP
         if config.moe is not None and config.moe.layers[index]:
@@ -116,8 +124,8 @@ class Transformer(Layer):
         super().__init__()
         build = parts.build
         self.ops = build.ops
-        self.rules = RULES + style.more_rules
-        self.specs = attention_specs(config, build.dtype, build.parallel)  # one per layer
+        self.rules = style.more_rules + RULES  # the first that matches
+        self.specs = attention_specs(config, build.dtype, build.parallel, build.kv_dtype)  # one per layer
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         layers = (DecoderLayer(i, config, style, parts, spec) for i, spec in enumerate(self.specs))
         self.layers: Any = nn.ModuleList(layers)
@@ -167,12 +175,3 @@ class Transformer(Layer):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)  # [rows, vocab]
-
-
-def attention_specs(config: ModelConfig, dtype: torch.dtype, parallel: Parallel) -> list[AttentionSpec]:
-    heads = parallel.share(config.num_heads, "num_attention_heads")
-    kv_heads, _ = parallel.share_kv_heads(config.num_kv_heads)
-    return [
-        AttentionSpec(heads, kv_heads, config.head_dim, dtype, config.sliding_window if windowed else None)
-        for windowed in config.windowed_layers
-    ]

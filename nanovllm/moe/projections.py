@@ -7,8 +7,9 @@ all-reduce of the experts' sum over tensor-parallel ranks.
     y = leave(sum of pairs)            w2 "output": the experts were added in r2 dimensions, U2 is applied once
 
 Each of several ranks has a share of every expert and so a part of every sum: `leave` adds the parts up, in one
-all-reduce a layer (why one is enough: weights/expert_form.py). Experts that are spread over ranks are added up by
-spread.py, and there `leave` adds nothing.
+all-reduce a layer (why one is enough: weights/expert_form.py), before U2, where they are shortest. In a layer with a
+shared MLP `leave` adds nothing: U2 is applied to the part, which takes as long, and layer.py adds the parts of both up
+at once. Experts that are spread over ranks are added up by spread.py.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ def cut_expert(form: ExpertForm, parallel: Parallel) -> tuple[ExpertForm, dict[s
 class SharedProjections(Layer):
     """Parameters u13 and u2 of low-rank experts; of dense ones nothing."""
 
-    def __init__(self, form: ExpertForm, build: Build) -> None:
-        """`form`: of whole experts."""
+    def __init__(self, form: ExpertForm, build: Build, reduces: bool) -> None:
+        """`form`: of whole experts. `reduces`: False if the layer has a shared MLP."""
         super().__init__()
         self.ops, self.whole = build.ops, form
         self.form, self.shards = cut_expert(form, build.parallel)  # of this rank's share
-        self._ranks = build.parallel if build.parallel.expert_size == 1 else Parallel()
+        self._ranks = build.parallel if reduces and build.parallel.expert_size == 1 else Parallel()
         if form.is_low_rank:
+            build = build.plain  # `between` is used as a tensor
             self.u13 = Linear(form.hidden, {"w1": form.columns, "w3": form.columns}, False, build)
             rows, columns = self.form.shared["u2"]
             cut = {"": self.shards["u2"]} if "u2" in self.shards else {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
 from nanovllm.layers.build import Build
@@ -19,7 +22,8 @@ class ResidentExperts(SharedProjections):
 
     def __init__(self, moe: MoeConfig, hidden: int, build: Build, form: ExpertForm | None = None) -> None:
         """`form`: of low-rank experts."""
-        super().__init__(form or ExpertForm.dense(hidden, moe.intermediate_size), build)
+        super().__init__(form or ExpertForm.dense(hidden, moe.intermediate_size), build, not moe.shared_size)
+        build = replace(build.plain, packs=build.packs and form is None)
         here, parallel = build.parallel.experts_here(moe.num_experts), build.parallel
         self.gate_up = self._stack(expert_parts(moe.num_experts), here, build)
         self.down = self._stack({str(e): DOWN for e in range(moe.num_experts)}, here, build)
@@ -38,10 +42,17 @@ class ResidentExperts(SharedProjections):
         stack.elsewhere = {name: self.whole.parts[kind] for name, kind in kinds.items() if name not in mine}
         return stack
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, join: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         if self.spread is not None:
             return self.spread(self, x, ids, weights)
-        return self.leave(self.ops.sum_pairs(self.pairs(self.enter(x), ids, weights)))
+        pairs = self.pairs(self.enter(x), ids, weights)
+        more = None if join is None else join()
+        if more is None or self.form.is_low_rank:
+            total = self.leave(self.ops.sum_pairs(pairs))
+            return total if more is None else total + more
+        return self.ops.sum_pairs(pairs, more)
 
     def pairs(self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What each chosen expert gives, [tokens, top_k, out_size]. `ids`: among those of this rank."""

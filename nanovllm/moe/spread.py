@@ -11,6 +11,10 @@ layer's experts in order, and k choices a token:
     5. sum          of a token's rows, in the order of its choices: the same numbers whichever rank computed them
     6. gather       of the slices: attention, which is tensor-parallel, needs all tokens on all ranks
 
+Some experts may have several copies (rebalance.py): then a table on the device says in which places an expert is, and a
+hash of the token's index chooses one of them. A place is a number as an expert's is without copies: group 0 has the
+first ones, and so on.
+
 With more ranks than groups, an expert is cut over the n / e ranks of its group (weights/expert_form.py). A row is
 then sent to each of them, and their parts are added in step 5: no second kind of group, no other sum.
 
@@ -28,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.hardware.parallel import Parallel
+from nanovllm.moe.balance import GOLDEN, Arrangement
 
 if TYPE_CHECKING:
     from nanovllm.moe.resident import ResidentExperts
@@ -36,18 +41,46 @@ EXTRA = 8  # bytes of a row besides the numbers: the expert's, int32, and its we
 
 
 class Spread:
+    arrangement: Arrangement  # set with the table
+    _places: torch.Tensor  # int32 [experts, most copies]
+    _counts: torch.Tensor  # int64 [experts]: how many of those are in use
+
     def __init__(self, num_here: int, parallel: Parallel) -> None:
         """`num_here`: experts of a layer that each rank has."""
-        self._num_here, self._parallel = num_here, parallel
+        self._num_here, self.parallel, self._has_copies = num_here, parallel, False
+
+    def make_table(self, arrangement: Arrangement, device: torch.device) -> None:
+        most = len(arrangement.experts) - arrangement.num_experts + 1
+        self._num_here, self._has_copies = len(arrangement.experts) // self.parallel.expert_size, True
+        self._places = torch.zeros(arrangement.num_experts, most, dtype=torch.int32, device=device)
+        self._counts = torch.ones(arrangement.num_experts, dtype=torch.int64, device=device)
+        self.set_arrangement(arrangement)
+
+    def set_arrangement(self, arrangement: Arrangement) -> None:
+        """In place, behind the steps that were queued: what was captured reads the new table."""
+        most = self._places.shape[1]
+        places = [[*copies, *[0] * (most - len(copies))] for copies in arrangement.copies]
+        self._places.copy_(torch.tensor(places, dtype=torch.int32))
+        self._counts.copy_(torch.tensor(arrangement.counts))
+        self.arrangement = arrangement
+
+    def places_of(self, ids: torch.Tensor, first_token: int) -> torch.Tensor:
+        """Of each choice [tokens, top_k]; `choose_copy` of balance.py in torch."""
+        if not self._has_copies:
+            return ids
+        ids = ids.long()
+        tokens = torch.arange(first_token, first_token + len(ids), device=ids.device)[:, None]
+        copies = (tokens * GOLDEN % 2**32) * self._counts[ids] >> 32
+        return self._places[ids, copies]
 
     def __call__(
         self, experts: ResidentExperts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        ranks, num_tokens = self._parallel, len(x)
+        ranks, num_tokens = self.parallel, len(x)
         each = -(-num_tokens // ranks.size)  # the last slices may be shorter, or empty
         mine = slice(min(ranks.rank * each, num_tokens), min((ranks.rank + 1) * each, num_tokens))
         out = x.new_zeros(each, x.shape[1])
-        x, ids, weights = x[mine], ids[mine], weights[mine]
+        x, ids, weights = x[mine], self.places_of(ids[mine], mine.start), weights[mine]
         # Kernels are not launched for zero rows; but a rank without tokens has experts that other ranks wait for.
         z = experts.enter(x) if len(x) else x.new_empty(0, experts.form.in_size)
         rows = self._visit(experts, z, ids, weights)
@@ -59,7 +92,7 @@ class Spread:
         self, experts: ResidentExperts, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """What the experts of this rank's tokens give, weighted: [tokens, top_k * shares, out_size]."""
-        ranks, (num_tokens, top_k), shares = self._parallel, ids.shape, self._parallel.ranks_per_expert
+        ranks, (num_tokens, top_k), shares = self.parallel, ids.shape, self.parallel.ranks_per_expert
         first = (ids // self._num_here).view(-1, 1) * shares  # the first rank that has (a share of) the expert
         owners = (first + torch.arange(shares, device=ids.device)).flatten()  # of each row: [token, choice, share]
         order = owners.sort(stable=True).indices

@@ -1,8 +1,13 @@
 """Mixture of experts: which experts a token takes, what they give, and their sum. Triton twins: `ops/triton/moe_*.py`.
 
-`route(logits [T, E], top_k, renormalise)` -> ids int32 [T, k], weights float32 [T, k]. Softmax over all experts in
-fp32, the k largest, equal ones by lower id; divided by their sum if renormalise. They are chosen by logit, which orders
-them as the probability does but is exact: implementations whose exp differs in the last bit choose the same experts.
+`route(logits [T, E], top_k, renormalise, scale, num_groups, top_groups, bias)` -> ids int32 [T, k], weights float32
+[T, k]. Without bias: softmax over all experts in fp32, the k largest, equal ones by lower id; divided by their sum if
+renormalise, multiplied by scale. They are chosen by logit, which orders them as the probability does but is exact:
+implementations whose exp differs in the last bit choose the same experts. With bias (fp32 [E]): the score is the
+sigmoid of the logit; experts are chosen by score + bias, their weights are the scores without it.
+Groups: only experts of the best top_groups of num_groups groups of neighbours are chosen. A group is as good as its
+best expert, with bias as the sum of its best two. What is excluded counts as -inf, not as 0: score + bias may be
+negative.
 
 `expert_pairs(x [T, H], gate_up [S, 2I, H], down [S, H, I], buffers int32 [T, k], weights [T, k])` -> [T, k, H]:
 
@@ -24,10 +29,11 @@ weights, on weights[t, j], on T and on which pairs share its expert; never on th
 therefore keep all pairs of an expert in one pass. Here it holds because every expert is a matrix product of its own,
 over rows that begin on a cache line (a BLAS may choose other kernels by the number of rows, and by alignment).
 
-`sum_pairs(pairs [T, k, H])` -> [T, H]: added in fp32 in the order of k, rounded once.
+`sum_pairs(pairs [T, k, H], more [T, H])` -> [T, H]: added in fp32 in the order of k, rounded once; then `more`, if any.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +44,37 @@ from nanovllm.ops.linear import linear
 LINE_BYTES = 64
 
 
-def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = logits.float()
-    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # topk promises no order of equals
-    weights = logits.softmax(-1).gather(1, ids)
+    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    keys = logits if bias is None else scores + bias
+    if top_groups < num_groups:
+        keys = _best_groups(keys, num_groups, top_groups, num_best=1 if bias is None else 2)
+    ids = _largest(keys, top_k)
+    weights = scores.gather(1, ids)
     if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids.int(), weights
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    return ids.int(), weights if scale == 1.0 else weights * scale
+
+
+def _largest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    return keys.sort(dim=-1, descending=True, stable=True).indices[:, :count]  # topk promises no order of equals
+
+
+def _best_groups(keys: torch.Tensor, num_groups: int, top_groups: int, num_best: int) -> torch.Tensor:
+    """`keys` with -inf for experts of all but the best groups."""
+    grouped = keys.unflatten(1, (num_groups, -1))
+    chosen = _largest(grouped.topk(num_best, dim=-1).values.sum(-1), top_groups)
+    excluded = torch.ones(grouped.shape[:2], dtype=torch.bool, device=keys.device).scatter(1, chosen, False)
+    return grouped.masked_fill(excluded[..., None], float("-inf")).flatten(1)
 
 
 def expert_pairs(
@@ -56,6 +86,7 @@ def expert_pairs(
     out: torch.Tensor | None = None,
     *,
     between: torch.Tensor | None = None,
+    product: Callable[..., torch.Tensor] = linear,
 ) -> torch.Tensor:
     (num_tokens, top_k), out_size = buffers.shape, down.shape[1]
     out = x.new_empty(num_tokens, top_k, out_size) if out is None else out
@@ -66,7 +97,7 @@ def expert_pairs(
     if len(order) == 0:
         return out
     is_split = x.shape[1] != gate_up.shape[2]
-    if not is_split and between is None and _uses_grouped_mm(x, gate_up.shape[1] // 2):
+    if not is_split and between is None and product is linear and _uses_grouped_mm(x, gate_up.shape[1] // 2):
         ends = torch.tensor(counts).cumsum(0).int().to(x.device)
         active = silu_mul(F.grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends))
         found = F.grouped_mm(active, down.transpose(1, 2), offs=ends)
@@ -75,19 +106,23 @@ def expert_pairs(
     for buffer, pairs in enumerate(order.split(counts)):
         if len(pairs):
             tokens = pairs // top_k
-            both = _split_linear(x, tokens, gate_up[buffer]) if is_split else linear(x[tokens], gate_up[buffer])
+            both = (
+                _split_linear(x, tokens, gate_up[buffer], product) if is_split else product(x[tokens], gate_up[buffer])
+            )
             active = silu_mul(both)
             active = active if between is None else linear(active, between)
-            rows[pairs] = _weighted(linear(active, down[buffer]), weights, pairs)
+            rows[pairs] = _weighted(product(active, down[buffer]), weights, pairs)
     return out
 
 
-def _split_linear(x: torch.Tensor, tokens: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def _split_linear(
+    x: torch.Tensor, tokens: torch.Tensor, gate_up: torch.Tensor, product: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     """Each half is gathered into memory of its own: see the cache lines above."""
     size = gate_up.shape[1]
     assert x.shape[1] == 2 * size
     halves = x[:, :size][tokens], x[:, size:][tokens]
-    return torch.cat([linear(half, weight) for half, weight in zip(halves, gate_up.chunk(2))], 1)
+    return torch.cat([product(half, weight) for half, weight in zip(halves, gate_up.chunk(2))], 1)
 
 
 def _weighted(found: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
@@ -114,8 +149,9 @@ def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def sum_pairs(pairs: torch.Tensor) -> torch.Tensor:
+def sum_pairs(pairs: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
     total = pairs[:, 0].float()
     for j in range(1, pairs.shape[1]):
         total = total + pairs[:, j]
-    return total.to(pairs.dtype)
+    total = total.to(pairs.dtype)
+    return total if more is None else total + more

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from nanovllm.ops import activation, linear, moe, norm, qk_norm_rope, rotary
+from nanovllm.ops import activation, linear, mla, moe, norm, qk_norm_rope, rotary
 
 FEW_ROWS, FEW_HIDDEN = 2, 2048  # see Ops.fuses_few
 
@@ -21,6 +23,7 @@ FEW_ROWS, FEW_HIDDEN = 2, 2048  # see Ops.fuses_few
 class Ops:
     name: str
     linear: Callable[..., torch.Tensor]
+    embed: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
@@ -28,8 +31,11 @@ class Ops:
     gemv: Any  # None without Triton. A linear map of few rows, fused with the norm, gate or sum around it
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # this and the next two: ops/moe.py
     expert_pairs: Callable[..., torch.Tensor]
-    sum_pairs: Callable[[torch.Tensor], torch.Tensor]
+    sum_pairs: Callable[..., torch.Tensor]
+    latent_rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # ops/mla.py
     gathers_rope: bool  # cosines and sines are gathered once a step for all layers, not by each layer's kernel
+    quantised: str = ""  # the instructions of products with quantised weights; empty: there are none
+    kernels: Any = None  # the NativeOps whose methods these are
 
     def fuses_few(self, x: torch.Tensor) -> bool:
         """Whether four fused GEMVs are fastest for a layer of these tokens [tokens, hidden]. Measured on an H200, the
@@ -45,6 +51,7 @@ class Ops:
 PLAIN = Ops(
     name="torch",
     linear=linear.linear,
+    embed=F.embedding,
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     silu_mul=activation.silu_mul,
@@ -53,6 +60,7 @@ PLAIN = Ops(
     route=moe.route,
     expert_pairs=moe.expert_pairs,
     sum_pairs=moe.sum_pairs,
+    latent_rope=mla.latent_rope,
     gathers_rope=True,
 )
 
@@ -60,19 +68,25 @@ PLAIN = Ops(
 def triton_ops() -> Ops:
     """Raises ImportError where triton is not installed."""
     from nanovllm.ops.triton import activation as t_activation
+    from nanovllm.ops.triton import fp8 as t_fp8
     from nanovllm.ops.triton import gemv as t_gemv
-    from nanovllm.ops.triton import moe_experts, moe_route
+    from nanovllm.ops.triton import mla_rope, moe_experts, moe_route
     from nanovllm.ops.triton import norm as t_norm
     from nanovllm.ops.triton import qk_norm_rope as t_rope
 
-    def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def few_rows_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(weight, torch.Tensor):  # a ScaledWeight
+            if weight.plain is None:
+                return t_fp8.scaled_linear(x, weight, bias)
+            weight = weight.plain
         if x.dtype != torch.float32 and t_gemv.prefers_gemv(len(x), *weight.shape):
             return t_gemv.gemv(x, weight, bias)
-        return torch.nn.functional.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     return Ops(
         name="triton",
         linear=few_rows_linear,
+        embed=F.embedding,
         rms_norm=t_norm.rms_norm,
         add_rms_norm=t_norm.add_rms_norm,
         silu_mul=t_activation.silu_mul,
@@ -81,6 +95,7 @@ def triton_ops() -> Ops:
         route=moe_route.route,
         expert_pairs=moe_experts.expert_pairs,
         sum_pairs=moe_route.sum_pairs,
+        latent_rope=mla_rope.latent_rope,
         gathers_rope=False,
     )
 
@@ -93,11 +108,16 @@ def native_ops() -> Ops:
     return replace(
         PLAIN,
         name="native",
+        linear=kernels.linear,
+        embed=kernels.embed,
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
         silu_mul=kernels.silu_mul,
         qk_norm_rope=kernels.qk_norm_rope,
+        expert_pairs=partial(moe.expert_pairs, product=kernels.linear),
         gathers_rope=False,
+        quantised=kernels.quant_variant,
+        kernels=kernels,
     )
 
 

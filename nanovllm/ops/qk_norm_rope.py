@@ -20,16 +20,18 @@ def qk_norm_rope(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     num_q_heads: int,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """qkv [tokens, (heads + 2 kv_heads) * head_dim] -> q [tokens, heads, head_dim]. `positions` is an
-    argument of the kernel, which gathers its angles itself; here they are gathered already."""
-    _, _, num_kv_heads, head_dim = k_cache.shape
-    heads = qkv.view(len(qkv), -1, head_dim)
+    argument of the kernel, which gathers its angles itself; here they are gathered already. `scales`: see
+    `kv_cache.py`."""
+    num_kv_heads = k_cache.shape[2]
+    heads = qkv.unflatten(1, (num_q_heads + 2 * num_kv_heads, -1))
     num_turned = num_q_heads + num_kv_heads
     turned, v = heads[:, :num_turned], heads[:, num_turned:]
     if norm_weights is not None:
         q, k = turned[:, :num_q_heads], turned[:, num_q_heads:]
         turned = torch.cat((rms_norm(q, norm_weights[0], eps), rms_norm(k, norm_weights[1], eps)), dim=1)
     turned = rotate(turned, angles)
-    store_kv(turned[:, num_q_heads:], v, k_cache, v_cache, slots)
+    store_kv(turned[:, num_q_heads:], v, k_cache, v_cache, slots, scales)
     return turned[:, :num_q_heads]

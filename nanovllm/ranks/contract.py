@@ -56,6 +56,11 @@ class Executor(Protocol):
 
     def expert_stats(self) -> ExpertStats | None: ...
 
+    def expert_load(self) -> list[list[int]] | None:
+        """Tokens that chose each expert, by sparse layer; None if the model has no experts.
+        Counting begins with the first call and ends some minutes after the last (moe/load.py)."""
+        ...
+
     def describe(self) -> dict[str, Any]: ...
 
     def probe(self) -> Probe:

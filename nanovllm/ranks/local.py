@@ -14,10 +14,14 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineDeadError
 from nanovllm.hardware.device import Device, keep_for_ever
 from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.packed import count_weights, formats_of
+from nanovllm.layers.scaled_attention import scaled_layers
 from nanovllm.model_config import ModelConfig
+from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.moe.offload.offload import Offload
-from nanovllm.runner.build import Blueprint, build_model, logged
+from nanovllm.moe.rebalance import Balancer
+from nanovllm.runner.build import Blueprint, build_model, logged, open_balancer
 from nanovllm.runner.expert_memory import card_bytes
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.memory import fit_cache
@@ -44,6 +48,7 @@ class LocalExecutor:
         """`parallel`: this process's place among the ranks, if there are others (multiprocess.py)."""
         self.device = device
         self.offload: Offload | None = None
+        self.balancer: Balancer | None = None
         self.blueprint = Blueprint.draw(config, model_config, checkpoint, device, limits, parallel)
         self.parallel, self.dtype = self.blueprint.parallel, self.blueprint.dtype
         self.selection, self.low_rank = self.blueprint.selection, self.blueprint.low_rank
@@ -58,13 +63,16 @@ class LocalExecutor:
         if self.device.is_gpu and config.gpu_memory_gb is not None:
             self.device.limit_memory(card_bytes(config, self.device))
         model = build_model(self.blueprint, self._own)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.balancer = open_balancer(self.blueprint, model)
+        self.num_parameters, self.weight_bytes = count_weights(model)
+        self.formats = formats_of(model)
         with logged("memory of the largest step measured"):
             self.layout = fit_cache(self.blueprint, model)
         if self.offload is not None:
             self.offload.forget()  # all tokens of the trial step are 0: its experts are not those of real text
         with logged("cache allocated and graphs captured"):
             self.runner = self.blueprint.make_runner(model, self.layout)
+            self.runner.use_balancer(self.balancer)
             if not config.enforce_eager:
                 self.runner.capture()
             self.runner.warm_up()
@@ -85,6 +93,14 @@ class LocalExecutor:
     def expert_stats(self) -> ExpertStats | None:
         """Cumulative; None unless experts are offloaded."""
         return None if self.offload is None else self.offload.stats()
+
+    def expert_load(self) -> list[list[int]] | None:
+        moe = self.blueprint.model_config.moe
+        if moe is None:
+            return None
+        runner = self.runner
+        runner.load = runner.load or ExpertLoad(sum(moe.layers), moe.num_experts, self.device.torch_device)
+        return runner.load.read()
 
     def probe(self) -> Probe:
         return Probe(self.device, self.layout, self.runner, self.offload)
@@ -123,6 +139,7 @@ class LocalExecutor:
         if self.offload is not None:
             self.offload.close()
             self.offload = None
+        self.balancer = None  # it has the experts' weights and a spare buffer
         if hasattr(self, "runner"):
             del self.runner
             if self.device.is_gpu:
@@ -135,19 +152,29 @@ class LocalExecutor:
             "device": self.device.name,
             "architecture": self.device.architecture,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": ", ".join(self.formats) or "none",
+            "weight_bytes": self.weight_bytes,
             "attn_backend": self.selection.backend.name,
             "attn_reasons": dict(self.selection.reasons),
             "kv_block_size": self.layout.block_size,
             "kv_blocks": self.layout.num_blocks,
             "kv_bytes": self.layout.num_bytes,
+            "kv_cache_dtype": str(self.blueprint.kv_dtype or self.dtype).removeprefix("torch."),
+            **self._describe_kv_scales(),
             **self._describe_experts(),
         }
+
+    def _describe_kv_scales(self) -> dict[str, str]:
+        layers = scaled_layers(self.runner.model.layers)
+        return {"kv_scales": "checkpoint" if layers[0].from_checkpoint else "first prompts"} if layers else {}
 
     def _describe_experts(self) -> dict[str, Any]:
         """Empty if all experts are on the device as the checkpoint has them."""
         experts: dict[str, Any] = {} if self.offload is None else self.offload.describe()
         if self.parallel.expert_size > 1:
             experts = {"placement": "resident", "spread_over": self.parallel.expert_size}
+            if self.balancer is not None:
+                experts["redundant"] = self.blueprint.config.num_redundant_experts
         if self.low_rank is not None:
             experts = {"placement": "resident", **experts, **self.low_rank.describe()}
         return {"experts": experts} if experts else {}

@@ -116,7 +116,8 @@ class MultiprocessExecutor(SeveralRanks):
         deadline = time.monotonic() + STARTUP_SECONDS
         for worker in self._workers:
             worker.await_message(b"H", deadline)
-        self._parallel = connect(store, 0, size, self._device.torch_device, max(self._timeout, CONNECT_SECONDS))
+        limit, background = max(self._timeout, CONNECT_SECONDS), self._config.enable_eplb
+        self._parallel = connect(store, 0, size, self._device.torch_device, limit, background=background)
         limit_waiting(self._parallel, STARTUP_SECONDS)
 
     def _await_ready(self) -> None:

@@ -108,7 +108,8 @@ class RayRank:
             parallel = ALONE
             if size > 1:
                 store = self._store or open_store(port, size, is_master=False, timeout=STARTUP_SECONDS, host=host)
-                parallel = connect(store, rank, size, device.torch_device, STARTUP_SECONDS, options["address"])
+                where = (options["address"], options["config"]["enable_eplb"])
+                parallel = connect(store, rank, size, device.torch_device, STARTUP_SECONDS, *where)
             executor = open_executor(options["config"], options["limits"], device, parallel)
             parallel.gather_numbers(0)  # all are ready
             limit_waiting(parallel, options["config"]["worker_timeout"])
@@ -144,6 +145,9 @@ class RayRank:
     def expert_stats(self) -> ExpertStats | None:
         return self._follower.executor.expert_stats()
 
+    def expert_load(self) -> list[list[int]] | None:
+        return self._follower.executor.expert_load()
+
 
 class RayExecutor:
     def __init__(
@@ -157,6 +161,7 @@ class RayExecutor:
         self._ray = import_ray()
         self.device = device
         self._size, self._timeout = config.tensor_parallel_size, config.worker_timeout
+        self._has_experts = model_config.moe is not None
         check_sizes(config, model_config)
         self._dead: str | None = None
         self._actors: list[Any] = []
@@ -254,13 +259,21 @@ class RayExecutor:
         return {**self._facts.described, "hosts": sorted({address for _, address, _ in self._places})}
 
     def expert_stats(self) -> ExpertStats | None:
-        if self._dead is not None or not self._facts.has_offload:
+        found: ExpertStats | None = self._read("expert_stats") if self._facts.has_offload else None
+        return found
+
+    def expert_load(self) -> list[list[int]] | None:
+        found: list[list[int]] | None = self._read("expert_load") if self._has_experts else None
+        return found
+
+    def _read(self, method: str) -> Any:
+        """Of rank 0; None if it is lost."""
+        if self._dead is not None:
             return None
         with self._ending_on_interrupt():
-            self._keep_calls([self._actors[0].expert_stats.remote(), *self._calls[1:]])
+            self._keep_calls([getattr(self._actors[0], method).remote(), *self._calls[1:]])
             with contextlib.suppress(self._ray.exceptions.RayError):
-                found: ExpertStats = self._ray.get(self._calls[0], timeout=self._timeout)
-                return found
+                return self._ray.get(self._calls[0], timeout=self._timeout)
             self._end(self._cause())  # the next launch raises
         return None
 

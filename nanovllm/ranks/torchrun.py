@@ -83,8 +83,8 @@ class TorchrunExecutor(SeveralRanks):
         self._rank = place.rank
         if place.size > 1:
             self._store = open_own_store(place)
-            device, address = self._device.torch_device, place.address()
-            self._parallel = connect(self._store, place.rank, place.size, device, STARTUP_SECONDS, address)
+            device, where = self._device.torch_device, (place.address(), self._config.enable_eplb)
+            self._parallel = connect(self._store, place.rank, place.size, device, STARTUP_SECONDS, *where)
             self._compare(json.dumps(dataclasses.asdict(self._config)).encode(), "options")
 
     def _await_ready(self) -> None:

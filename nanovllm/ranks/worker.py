@@ -64,15 +64,15 @@ def serve(connection: socket.socket, options: dict[str, Any]) -> None:
     from nanovllm.hardware.parallel import connect, limit_waiting, open_store
     from nanovllm.ranks.faults import STARTUP_SECONDS
 
-    rank, size = options["rank"], options["size"]
-    device = Device.of_rank(options["config"]["device"], rank)
+    rank, size, config = options["rank"], options["size"], options["config"]
+    device = Device.of_rank(config["device"], rank)
     if not device.is_gpu:
         torch.set_num_threads(options["threads"])
     store = open_store(options["port"], size, is_master=False, timeout=STARTUP_SECONDS)
     send(connection, b"H")
-    parallel = connect(store, rank, size, device.torch_device, STARTUP_SECONDS)
-    follower = Follower(open_executor(options["config"], options["limits"], device, parallel), options["config"])
-    limit_waiting(parallel, options["config"]["worker_timeout"])
+    parallel = connect(store, rank, size, device.torch_device, STARTUP_SECONDS, background=config["enable_eplb"])
+    follower = Follower(open_executor(config, options["limits"], device, parallel), config)
+    limit_waiting(parallel, config["worker_timeout"])
     send(connection, b"R")
     while (message := receive(connection)) is not None:
         if message[0] == b"P":

@@ -10,27 +10,46 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from nanovllm.attention.base import attention_specs, expanded_bytes
+from nanovllm.attention.native_backend import NativeBackend
 from nanovllm.attention.select import BackendChoice, select_backend
 from nanovllm.config import EngineConfig
 from nanovllm.hardware.device import Device
+from nanovllm.hardware.disk_memory import DiskMemory
+from nanovllm.hardware.host import cache_folder
+from nanovllm.hardware.huge_pages import HugePages, has_huge_pages
 from nanovllm.hardware.parallel import Parallel
+from nanovllm.hardware.side_stream import side_stream
 from nanovllm.layers.build import Build
+from nanovllm.layers.packed import Packing, mean_bytes
+from nanovllm.layers.scaled import ScaledLoading, Scales
+from nanovllm.layers.scaled_attention import scaled_layers
 from nanovllm.lowrank.checkpoint import RULES as SVD_RULES
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
-from nanovllm.models.transformer import Parts, Transformer, attention_specs
-from nanovllm.moe.layer import MakeExperts
+from nanovllm.models.transformer import Parts, Transformer
+from nanovllm.moe.layer import MakeExperts, MoeLayer
+from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.offload.offload import Offload
+from nanovllm.moe.rebalance import Balancer, add_places
 from nanovllm.ops.opset import choose_ops
 from nanovllm.runner.expert_memory import check_expert_ranks, open_offload, size_experts
-from nanovllm.runner.kv_cache import CacheLayout
+from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.low_rank import LowRank, open_low_rank
 from nanovllm.runner.model_runner import ModelRunner, captures_attention, runs_on_device
 from nanovllm.runner.no_effect import options_without_effect
+from nanovllm.runner.quantization import (
+    choose_kv_dtype,
+    choose_packing,
+    choose_scales,
+    load_kv_scales,
+    report_stored,
+)
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
 
@@ -52,6 +71,7 @@ class Blueprint:
     limits: StepLimits
     parallel: Parallel
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None  # of the KV cache, where it is not dtype
     selection: BackendChoice  # of the attention backend
     low_rank: LowRank | None
     checkpoint: Checkpoint  # with low-rank experts, if there are
@@ -70,16 +90,23 @@ class Blueprint:
             parallel = replace(parallel, expert_size=config.expert_parallel_size)
         check_expert_ranks(model_config, parallel)
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-        specs = attention_specs(model_config, dtype, parallel)
+        kv_dtype = choose_kv_dtype(config, model_config, device.is_gpu, dtype)
+        specs = attention_specs(model_config, dtype, parallel, kv_dtype)
         selection = select_backend(config.attn_backend, specs, device, limits.block_size)
         others = {name: reason for name, reason in selection.reasons.items() if reason.startswith("refused")}
         logger.info("attention backend %s on %s; %s", selection.backend.name, device.name, others)
+        if expanded := expanded_bytes(specs):
+            latent = block_bytes(specs, 1)
+            logger.info("KV cache: %d bytes a token, expanded %d (%.1f x)", latent, expanded, expanded / latent)
         low_rank = open_low_rank(config, model_config, checkpoint)
         files = checkpoint if low_rank is None else low_rank.checkpoint
-        return cls(config, model_config, device, limits, parallel, dtype, selection, low_rank, files)
+        return cls(config, model_config, device, limits, parallel, dtype, kv_dtype, selection, low_rank, files)
 
     def make_model(self, build: Build, experts: MakeExperts | None) -> Transformer:
-        parts = Parts(build, self.selection.backend, self.limits.max_model_len, experts)
+        backend = self.selection.backend
+        if isinstance(backend, NativeBackend):
+            backend = NativeBackend(build.ops.kernels)
+        parts = Parts(build, backend, self.limits.max_model_len, experts)
         return find_family(self.model_config)(self.model_config, parts).eval()
 
     def make_runner(self, model: Transformer, layout: CacheLayout) -> ModelRunner:
@@ -90,54 +117,103 @@ class Blueprint:
 def build_model(blueprint: Blueprint, own: Callable[[Offload], None]) -> Transformer:
     """`own` gets the Offload as soon as it has memory: the caller closes it, also if this function fails."""
     device, dtype = blueprint.device, blueprint.dtype
-    build = Build(dtype, device.torch_device, choose_ops(device.is_gpu, dtype), blueprint.parallel)
-    offload = _place_experts(blueprint, build)
+    ops, alone = choose_ops(device.is_gpu, dtype), blueprint.parallel.size == 1
+    packing = choose_packing(blueprint.config, blueprint.checkpoint, device.is_gpu, ops)
+    scales = choose_scales(blueprint.config, blueprint.model_config, blueprint.checkpoint, device.is_gpu)
+    side = side_stream(device) if alone else None
+    packs, kv_dtype = packing is not None, blueprint.kv_dtype
+    memory = HugePages() if not device.is_gpu and has_huge_pages() else None
+    build = Build(dtype, device.torch_device, ops, blueprint.parallel, side, packs, kv_dtype, memory, scales)
+    placement, offload = _place_experts(blueprint, build)
     if offload is not None:
         own(offload)
-    _warn(blueprint, offload)
+    _warn(blueprint, placement)
     experts = None if blueprint.low_rank is None else blueprint.low_rank.resident
     model = blueprint.make_model(build, experts if offload is None else offload.experts)
     with logged("weights loaded and kernels compiled"):
         wait_for_kernels = _compile_ahead(blueprint, model)
-        _load(blueprint, model, offload)
+        disk = DiskMemory(cache_folder()) if placement == "disk" else None
+        _load(blueprint, model, offload, packing, disk, scales)
         wait_for_kernels()
     return model
 
 
-def _place_experts(blueprint: Blueprint, build: Build) -> Offload | None:
-    """None: they stay on the device."""
+def open_balancer(blueprint: Blueprint, model: Transformer) -> Balancer | None:
+    """Before the cache is sized: redundant experts and the spare buffer take their room first."""
+    config, moe, parallel = blueprint.config, blueprint.model_config.moe, blueprint.parallel
+    if not config.enable_eplb or moe is None:
+        return None
+    layers: list[Any] = [layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, MoeLayer)]
+    for layer in layers:
+        add_places(layer, moe.num_experts, config.num_redundant_experts)
+    load = ExpertLoad(len(layers), moe.num_experts, blueprint.device.torch_device, config.eplb_window_size)
+    return Balancer(layers, load, parallel, config.eplb_step_interval)
+
+
+def _place_experts(blueprint: Blueprint, build: Build) -> tuple[str | None, Offload | None]:
+    """(where they are, None: there are none; what brings them, None: nothing has to). "disk": quantised ones on a CPU,
+    in memory that the operating system reads from a file. Buffers and copies would only divide the same memory."""
     config, model_config, low_rank = blueprint.config, blueprint.model_config, blueprint.low_rank
     device, limits = blueprint.device, blueprint.limits
     if model_config.moe is None:
-        return None
+        return None, None
     forms = None if low_rank is None else low_rank.forms
-    tiers = size_experts(config, model_config, device, blueprint.dtype, limits, forms, blueprint.parallel)
+    stored = mean_bytes(blueprint.checkpoint) if build.packs and config.quantization == "auto" else None
+    tiers = size_experts(config, model_config, device, blueprint.dtype, limits, forms, blueprint.parallel, stored)
+    if tiers.placement == "offload" and build.packs and low_rank is None:
+        return "disk", None
     if tiers.placement == "offload" and config.load_format != "dummy":
         # Locking host memory takes long: a checkpoint that is not whole is refused before.
-        nowhere = replace(build, device=torch.device("meta"))
+        nowhere = replace(build, device=torch.device("meta"), packs=False)
         empty = blueprint.make_model(nowhere, None if low_rank is None else low_rank.resident)
         check_weights(empty, blueprint.checkpoint, empty.rules + SVD_RULES)
-    return open_offload(config, model_config, device, build, tiers, blueprint.checkpoint, forms)
+    return tiers.placement, open_offload(config, model_config, device, build, tiers, blueprint.checkpoint, forms)
 
 
-def _warn(blueprint: Blueprint, offload: Offload | None) -> None:
+def _warn(blueprint: Blueprint, placement: str | None) -> None:
     """Of low-rank experts and of options without effect, on rank 0 only."""
     config = blueprint.config
     if blueprint.parallel.rank > 0:
         return
     if blueprint.low_rank is not None:
         logger.warning("%s", blueprint.low_rank.notice)
-    placement = None if blueprint.model_config.moe is None else "resident" if offload is None else "offload"
+    num_mtp, first = blueprint.model_config.num_mtp_layers, f"model.layers.{blueprint.model_config.num_layers}."
+    if num_mtp and any(name.startswith(first) for name in blueprint.checkpoint.names()):
+        logger.info("%d layer(s) for multi-token prediction (MTP) after the last are not used and not loaded", num_mtp)
     for name, why in options_without_effect(config, blueprint.device.is_gpu, placement).items():
         logger.warning("%s=%r %s", name, getattr(config, name), why)
 
 
-def _load(blueprint: Blueprint, model: Transformer, offload: Offload | None) -> None:
-    places = None if offload is None else offload.places()
+def _load(
+    blueprint: Blueprint,
+    model: Transformer,
+    offload: Offload | None,
+    packing: str | None,
+    disk: DiskMemory | None,
+    scales: Scales | None,
+) -> None:
+    places: dict[str, Any] = {} if offload is None else offload.places()
+    checkpoint, scaled = blueprint.checkpoint, scaled_layers(model.layers)
+    stored = {**checkpoint.packed_forms(), **checkpoint.quantised_types()}
+    packed: Packing | ScaledLoading | None = None if packing is None else Packing(model, packing, stored, disk)
+    if scales is not None:
+        packed = ScaledLoading(model)
+    if packed is not None:
+        places = {**places, **packed.targets()}
     if blueprint.config.load_format == "dummy":
         load_dummy(model, blueprint.config.seed, places)
     else:
-        load_weights(model, blueprint.checkpoint, model.rules + SVD_RULES, places)
+        load_weights(model, checkpoint, model.rules + SVD_RULES, places)
+        load_kv_scales(scaled, checkpoint)
+        if blueprint.parallel.rank == 0:
+            report_stored(checkpoint, packing, scales, blueprint.dtype, bool(scaled) and scaled[0].from_checkpoint)
+    if scaled and blueprint.parallel.rank == 0:
+        source = "from the checkpoint" if scaled[0].from_checkpoint else "measured on the first prompts"
+        logger.info("KV cache in 8-bit floats (e4m3); scales of keys and values, by layer, are %s", source)
+    if packed is not None and blueprint.parallel.rank == 0:
+        packed.report()
+        if blueprint.low_rank is not None:
+            logger.info("experts stay in %s: low-rank ones are not quantised", blueprint.dtype)
     if offload is not None:
         offload.watch_gates(model.router_weights())
 

@@ -124,10 +124,12 @@ class DecodeLoop:
     def uncaptured(self) -> Iterator[None]:
         """Launches kernel by kernel, as before the capture: a profiler sees the parts of a step."""
         captured, self._replays = self._replays, {size: partial(self._compute, size) for size in self.sizes}
+        newest = dict(self._newest)  # where the captured ones leave their results
         try:
             yield
         finally:
             self._replays = captured
+            self._newest.update(newest)
 
     def apply(self, plan: StepPlan) -> None:
         for entry in plan.entries:
@@ -175,14 +177,13 @@ class DecodeLoop:
         )
         return lanes
 
-    def run(self, lanes: Lanes, num_steps: int, after_step: AfterStep | None) -> None:
+    def run(self, lanes: Lanes, num_steps: int, after_step: AfterStep) -> None:
         size = len(lanes.rows)
         for _ in range(num_steps):
             self._replays[size]()
-            if after_step is not None:
-                after_step(self._newest[size])
+            after_step(self._newest[size])
 
-    def run_in_halves(self, lanes: Lanes, between: Callable[[], None], after_step: AfterStep | None) -> None:
+    def run_in_halves(self, lanes: Lanes, between: Callable[[], None], after_step: AfterStep) -> None:
         """One step. `between` is called while the forward pass runs, and what it uploads is there when tokens are
         drawn."""
         size = len(lanes.rows)
@@ -190,8 +191,7 @@ class DecodeLoop:
         halves.forward()
         between()
         halves.sample()
-        if after_step is not None:
-            after_step(halves.newest[size])
+        after_step(halves.newest[size])
 
     def _make_halves(self, size: int) -> Halves:
         newest: dict[int, StepOutput] = {}

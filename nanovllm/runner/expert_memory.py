@@ -26,7 +26,7 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import available_host_bytes
 from nanovllm.layers.build import Build
-from nanovllm.memory.budget import GIB, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
+from nanovllm.memory.budget import GIB, DoesNotFit, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.offload.offload import Offload, OffloadOptions
@@ -88,8 +88,9 @@ def size_experts(
     limits: StepLimits,
     forms: tuple[ExpertForm, ...] | None = None,
     parallel: Parallel = ALONE,
+    stored_bytes: float | None = None,
 ) -> Tiers:
-    """`forms`: of low-rank experts."""
+    """`forms`: of low-rank experts. `stored_bytes`: of a number in matrices that stay as a GGUF file has them."""
     wants = Wants(
         limits.max_model_len,
         limits.max_num_batched_tokens,
@@ -105,8 +106,20 @@ def size_experts(
         # Buffers and host memory are the same memory here: resident unless the user wants otherwise.
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
-    facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, parallel.size, parallel.expert_size)
-    return size_tiers(machine_memory(config, device, parallel), facts, wants)
+    redundant = config.num_redundant_experts if config.enable_eplb else None
+    stored = (config.quantization, config.kv_cache_dtype, stored_bytes)
+    sizes = (parallel.size, parallel.expert_size, redundant, *stored)
+    facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, *sizes)
+    try:
+        return size_tiers(machine_memory(config, device, parallel), facts, wants)
+    except DoesNotFit as error:
+        if device.is_gpu or config.gpu_memory_gb is not None:  # a cap plays a card's part on a CPU
+            raise
+        text = f"{gib(error.missing_bytes)} of memory are missing for this model; take a machine with more"
+        if config.quantization in ("auto", "none"):
+            text += ", quantization='int4' (a fifth of float32), dtype='bfloat16' (half)"
+        text += ", or expert_placement='offload' (experts are read from disk)"
+        raise DoesNotFit(text, error.missing_bytes) from error
 
 
 def open_offload(

@@ -19,16 +19,18 @@ from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 class InputBatch:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
-        self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
-        self._lens = np.zeros(max_num_seqs, dtype=np.int64)  # known tokens per row
+        # One row and one column more, for tokens that nobody will read (see `append`).
+        self._tokens = np.zeros((max_num_seqs + 1, max_model_len + 1), dtype=np.int32)
+        self._lens = np.zeros(max_num_seqs + 1, dtype=np.int64)  # known tokens per row
         self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.clear()
 
     def clear(self) -> None:
         """Forget every sequence, whatever an interrupted `apply` has left behind."""
-        self._arrivals: list[Arrival | None] = [None] * len(self._tokens)
+        num_rows = len(self._block_tables)
+        self._arrivals: list[Arrival | None] = [None] * num_rows
         self._rows: dict[int, int] = {}  # seq_id -> row
-        self._free_rows = list(range(len(self._tokens)))[::-1]
+        self._free_rows = list(range(num_rows))[::-1]
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what changed. Departures first: their rows are needed by the arrivals."""
@@ -55,8 +57,10 @@ class InputBatch:
         counts = np.array([entry.num_new for entry in entries])
         query_starts = np.zeros(len(entries) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_starts[1:])
-        token_rows = np.repeat(rows, counts)
-        positions = np.repeat(starts - query_starts[:-1], counts) + np.arange(query_starts[-1])
+        token_rows, positions = rows, starts
+        if query_starts[-1] > len(entries):  # not only decodes
+            token_rows = np.repeat(rows, counts)
+            positions = np.repeat(starts - query_starts[:-1], counts) + np.arange(query_starts[-1])
         context_lens = (starts + counts).astype(np.int32)
         samples = np.array([entry.samples for entry in entries])
         last = query_starts[1:][samples].astype(np.int64) - 1
@@ -123,11 +127,9 @@ class InputBatch:
         return self._block_tables[rows, :num_blocks]
 
     def append(self, seq_ids: Sequence[int], tokens: np.ndarray) -> None:
-        """tokens [sequences, steps]. Those of a sequence that left while they were sampled are dropped, and the very
-        last of max_model_len is counted but not stored: it is never fed."""
+        """tokens [sequences, steps]. Those of a sequence that left while they were sampled go to the spare row, and the
+        very last of max_model_len to the spare column: it is counted but never fed."""
         rows = np.array([self._rows.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
-        tokens, rows = tokens[rows >= 0], rows[rows >= 0]
         places = self._lens[rows][:, None] + np.arange(tokens.shape[1])
-        line, column = np.nonzero(places < self._tokens.shape[1])
-        self._tokens[rows[line], places[line, column]] = tokens[line, column]
+        self._tokens[rows[:, None], np.minimum(places, self._tokens.shape[1] - 1)] = tokens
         self._lens[rows] += tokens.shape[1]

@@ -8,6 +8,10 @@ A plan of decodes runs in the DecodeLoop where there is one: a captured step, re
 is called, or replayed if its size was captured. Sampling is part of every step, whatever its parameters (samplers.py).
 The host takes part between two steps only where a grammar needs a token to compute which tokens may follow, or where
 the plain sampler runs.
+
+A KV cache in 8-bit floats whose scales the checkpoint does not have: the first step, of whatever plan, is called and
+not replayed, and each layer sets its scales by what it is about to write. They never change again, so that a block
+means the same to every later step.
 """
 
 from __future__ import annotations
@@ -15,20 +19,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
+from nanovllm.attention.base import LatentSpec
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.graphs import shared_pool
 from nanovllm.hardware.staging import Arriving, HostResult, transfers_of
+from nanovllm.layers.scaled_attention import scaled_layers
 from nanovllm.models.transformer import Transformer
+from nanovllm.moe.load import ExpertLoad
+from nanovllm.moe.rebalance import Balancer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.kv_cache import CacheLayout, allocate
 from nanovllm.runner.limits import StepLimits
+from nanovllm.runner.recorded_decodes import RecordedDecodes, can_record
 from nanovllm.runner.samplers import DeviceSampler, HostSampler, StepSampler
 from nanovllm.runner.step import Bounds, StepInputs, StepOutput, compute, step_of, unstored_step
 from nanovllm.sampling.rows import TokenLogprobs
@@ -73,11 +82,14 @@ class ModelRunner:
         self.model = model
         self.device = device
         self.layout = layout
+        self.load: ExpertLoad | None = None  # of a model with experts, once it is wanted
+        self._balancer: Balancer | None = None
         self.overlap = 2 if on_device else 1  # plan the next step while one runs, unless it is computed inside launch
-        self._reads_host = not captures_attention(model)
+        self._reads_host = not captures_prompts(model)
         self._max_model_len = limits.max_model_len
         self._max_num_tokens = limits.max_num_batched_tokens
         self._caches = allocate(layout, model.specs, device)
+        self.measures = any(not layer.from_checkpoint for layer in scaled_layers(model.layers))  # in the next step
         self.batch = InputBatch(max_num_seqs, limits.max_model_len, layout.block_size)
         self.transfers = transfers_of(device)
         num_rows, num_blocks = max_num_seqs + 1, -(-limits.max_model_len // layout.block_size)
@@ -86,8 +98,12 @@ class ModelRunner:
         if on_device:
             self.sampler = DeviceSampler(self.batch, num_rows, model.head.vocab_size, self.transfers)
         self._captured = CapturedSteps(self._compute, self.transfers, num_rows, num_blocks, limits.max_model_len)
+        self._recorded: RecordedDecodes | None = None
+        if can_record(model):
+            places = (self._caches, self.transfers, limits.max_model_len)
+            self._recorded = RecordedDecodes(model, *places, self.sampler.draw)
         self._loop: DecodeLoop | None = None
-        if on_device and not self._reads_host:
+        if on_device and captures_attention(model):
             self._loop = DecodeLoop(
                 model,
                 self._caches,
@@ -105,7 +121,7 @@ class ModelRunner:
         if self._loop is None:
             return
         self._loop.capture(shared_pool())
-        if self.model.graph_safe:
+        if self.model.graph_safe and not self._reads_host:
             self._captured.capture(shared_pool(), self._max_num_tokens)
 
     @torch.inference_mode()
@@ -120,9 +136,14 @@ class ModelRunner:
         if self.model.num_layer_kinds == 1:
             del self._caches[1:]  # the layers are alike, and the model runs as many as it is given caches
         assert self._loop is not None
+        if not self._reads_host:
+            self._captured.compute_smallest()  # first: it has the kernels that take longest to compile
         self._loop.compute_each()
-        self._captured.compute_smallest()
         self.warm_up()
+
+    def use_balancer(self, balancer: Balancer | None) -> None:
+        if balancer is not None:
+            self._balancer, self.load = balancer, balancer.load
 
     def uncaptured(self) -> AbstractContextManager[None]:
         """Decodes kernel by kernel while it lasts (see DecodeLoop)."""
@@ -138,12 +159,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
+        if self._balancer is not None:
+            self._balancer.before_launch(plan.num_steps)
         self.batch.apply(plan)
         if self._loop is not None:
             self._loop.apply(plan)
         self.sampler.arrive(plan.arrivals)
         visit = Visit(self, plan)
-        if self._loop is not None and visit.only_decodes:
+        if self._loop is not None and visit.only_decodes and not self.measures:
             visit.replay(self._loop)
         else:
             visit.call()
@@ -154,15 +177,21 @@ class ModelRunner:
 
     def call(self, entries: Sequence[PlanEntry], offset: int, scored: dict[int, range]) -> StepOutput:
         inputs = self.batch.inputs(entries, offset, scored.values())
-        out = None if scored else self._captured.run(inputs)
-        if out is not None:
-            return out
-        sent = self.transfers.send(inputs.arrays())
-        bounds = Bounds(inputs.num_decodes, self._max_model_len)
-        if self._reads_host:
-            host = inputs.host_lens(self.layout.block_size, sent[TABLES])
-            bounds = Bounds(inputs.num_decodes, int(inputs.context_lens.max()), host)
-        return self._compute(sent, bounds)
+        out = None if scored or self.measures else (self._recorded or self._captured).run(inputs)
+        if out is None:
+            sent = self.transfers.send(inputs.arrays())
+            bounds = Bounds(inputs.num_decodes, self._max_model_len, measures=self.measures)
+            if self._reads_host:
+                host = inputs.host_lens(self.layout.block_size, sent[TABLES])
+                bounds = replace(bounds, max_context_len=int(inputs.context_lens.max()), host=host)
+            out = self._compute(sent, bounds)
+            self.measures = False  # not if the step failed: then nothing of it stays in the cache
+        self.count(out, len(inputs.tokens))
+        return out
+
+    def count(self, out: StepOutput, num_tokens: int) -> None:
+        if self.load is not None and self.load.is_wanted:
+            self.load.add(out.choices, num_tokens)
 
     def _compute(self, inputs: Sequence[torch.Tensor], bounds: Bounds) -> StepOutput:
         """`inputs`: the arrays of StepInputs on the device."""
@@ -195,12 +224,18 @@ class Visit:
     def replay(self, loop: DecodeLoop) -> None:
         num_steps, count = self._plan.num_steps, len(self._order)
         lanes = loop.begin(self._order, num_steps, in_halves=self.needs_tokens)
+
+        def after_step(out: StepOutput) -> None:
+            self._runner.count(out, count)
+            if self._reports.after_step is not None:
+                self._reports.after_step(out)
+
         if self.needs_tokens:
             for step in range(num_steps):
-                loop.run_in_halves(lanes, self._before_draw, self._reports.after_step)
+                loop.run_in_halves(lanes, self._before_draw, after_step)
                 self._take(lanes.out[:count, step : step + 1])
         else:
-            loop.run(lanes, num_steps, self._reports.after_step)
+            loop.run(lanes, num_steps, after_step)
             self._take(lanes.out[:count, :num_steps])
         loop.end(lanes)
         self._reports.start()
@@ -228,7 +263,7 @@ class Visit:
         if self.needs_tokens:
             arrived = arriving.wait()
             self._append(arrived)
-            arriving = HostResult(torch.from_numpy(arrived))
+            arriving = HostResult(arrived)
         self._arriving.append(arriving)
 
     def _append(self, tokens: np.ndarray) -> None:
@@ -244,7 +279,6 @@ class Visit:
             assert num_top is not None
             self._scored.append(Scored(seq_id, hidden, self._transfers.send([following])[0], num_top))
 
-    @torch.inference_mode()
     def result(self) -> StepResult:
         parts = [arriving.wait() for arriving in self._arriving]
         tokens = np.concatenate(parts, axis=1) if parts else np.zeros((0, 0), dtype=np.int64)
@@ -268,9 +302,16 @@ def runs_on_device(model: Transformer, device: Device) -> bool:
 
 
 def captures_attention(model: Transformer) -> bool:
+    """Of decodes."""
     return all(layer.attention.backend.graph_safe for layer in model.layers)
 
 
+def captures_prompts(model: Transformer) -> bool:
+    """Latent attention cuts cached prefixes into pieces by lengths that the host knows (attention/latent.py)."""
+    return captures_attention(model) and not any(isinstance(spec, LatentSpec) for spec in model.specs)
+
+
+@torch.inference_mode()
 def score(model: Transformer, part: Scored) -> list[TokenLogprobs]:
     scores: list[TokenLogprobs] = []
     for start in range(0, len(part.following), LOGIT_ROWS):

@@ -26,6 +26,8 @@ def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | 
         )
     if config.tensor_parallel_size == 1:
         found["worker_timeout"] = "there is one rank, which waits for no other"
+    if not config.enable_eplb:
+        found |= dict.fromkeys(("eplb_window_size", "eplb_step_interval"), "experts do not move (enable_eplb)")
     if placement is None:
         found |= dict.fromkeys(("expert_placement", *OF_OFFLOADED_EXPERTS), "the model has no experts")
     elif placement == "resident":
@@ -33,6 +35,9 @@ def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | 
             OF_OFFLOADED_EXPERTS,
             "all experts stay on the device (expert_placement='offload' loads them as they are chosen)",
         )
+    elif placement == "disk":
+        why = "quantised experts are in a file, of which the operating system keeps in memory what fits"
+        found |= dict.fromkeys(OF_OFFLOADED_EXPERTS, why)
     else:
         found.pop("gpu_memory_gb", None)  # on a CPU, too, it sets the number of expert buffers
     given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}

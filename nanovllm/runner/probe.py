@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
+from nanovllm.layers.mla import LatentAttention
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.moe.offload.offload import Offload
@@ -88,6 +90,8 @@ class Probe:
         assert self._runner is not None
         model = self._runner.model
         embed = model.embed.weight
+        if not isinstance(embed, torch.Tensor):
+            raise ConfigError("quantization: made-up weights are drawn in dtype; leave it out")
         draw = torch.Generator(embed.device).manual_seed(seed)
         hidden = embed.shape[1]
         embed.normal_(std=(1 - COMMON) ** 0.5, generator=draw)
@@ -96,13 +100,26 @@ class Probe:
         for layer in model.layers:
             layer.attention_norm.weight.fill_(1)
             layer.mlp_norm.weight.fill_(1)
-            *_, v = layer.attention.qkv.weight.split(list(layer.attention.qkv.parts.values()))
-            v.normal_(std=hidden**-0.5, generator=draw)
+            if isinstance(layer.attention, LatentAttention):
+                layer.attention.kv_norm.weight.fill_(1)
+                v = layer.attention.value_weight
+            else:
+                *_, v = layer.attention.qkv.weight.split(list(layer.attention.qkv.parts.values()))
+            v.normal_(std=v.shape[-1] ** -0.5, generator=draw)
             out = layer.attention.out.weight
             out.normal_(std=UPDATE * out.shape[1] ** -0.5, generator=draw)
             if isinstance(layer.mlp, MoeLayer):
                 layer.mlp.gate.weight.normal_(std=LOGIT_STD * hidden**-0.5, generator=draw)
         self._experts.watch_gates(model.router_weights())
+
+    @torch.no_grad()
+    def tie_routing(self) -> None:
+        """Routers of zeros: all experts are equally good for every token, and all tokens take the first ones. What an
+        engine does with made-up weights whose router differs by less than the precision of its scores."""
+        if self._runner is None or not self._runner.model.router_weights():
+            raise ConfigError("--tie-experts: there is no router here to change; leave it out")
+        for weight in self._runner.model.router_weights():
+            weight.zero_()
 
     # ---- offloaded experts -------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class RoutingResult:
     writes those of the captured call again, at the same addresses."""
 
     call: ExpertCall
+    x: torch.Tensor  # what the layer read
     residual: torch.Tensor
     report: torch.Tensor | None = None  # int32, on the host
 
@@ -68,7 +69,7 @@ class Relay:
     ) -> None:
         """`sample(hidden)` takes the last hidden states to tokens and advances the state. `pin`: lock host memory."""
         self._model, self._caches, self._step, self._pin = model, caches, step, pin
-        ends = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoeLayer)]
+        self._ends = ends = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoeLayer)]
         self._experts: list[OffloadedExperts] = [model.layers[end].mlp.experts for end in ends]
         top_k: int = model.layers[ends[0]].mlp.top_k
         self._offload = self._experts[0].offload
@@ -116,6 +117,7 @@ class Relay:
             x, residual = self._enter(number, dense)
             rope = self._model.rope(self._step)
             x, result.residual = sparse.attend(x, residual, rope, self._step, self._caches[end])
+            result.x = x
             ids, weights = sparse.mlp.route(x)
             result.call = ExpertCall(number, self._experts[number].enter(x), ids, weights, self._pairs[number])
             packed = offload.report.pack(result.call, x)
@@ -136,6 +138,7 @@ class Relay:
         else:
             x = self._experts[number - 1].leave(self._model.ops.sum_pairs(self._pairs[number - 1]))
             residual = self._segments[number - 1].result.residual
+            x = self._model.layers[self._ends[number - 1]].mlp.add_shared(x, self._segments[number - 1].result.x)
         return self._model.through(dense, x, residual, self._step, self._caches)
 
     def _last_segment(self, dense: range, sample: Callable[[torch.Tensor], None]) -> None:

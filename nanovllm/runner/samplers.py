@@ -85,7 +85,7 @@ class HostSampler:
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> HostDrawn:
         drawn = sample(logits, [self._batch.sampling_row(row) for row in rows.tolist()])
-        return HostDrawn(torch.tensor(drawn.token_ids, dtype=torch.int64).to(logits.device), drawn.logprobs)
+        return HostDrawn(torch.from_numpy(np.array(drawn.token_ids, np.int64)).to(logits.device), drawn.logprobs)
 
     def reports(self, entries: Sequence[PlanEntry]) -> StepReports:
         return HostReports()

@@ -20,6 +20,7 @@ import torch
 from nanovllm.attention.base import AttentionBatch, HostLens
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
+from nanovllm.moe.load import choices_of
 
 # (logits [rows, vocab], rows int32, positions of the tokens to be drawn) -> a record with `tokens` int64 [rows]
 Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
@@ -102,6 +103,7 @@ class Bounds:
     num_decodes: int
     max_context_len: int
     host: HostLens | None = None
+    measures: bool = False
 
 
 def step_of(
@@ -114,9 +116,8 @@ def step_of(
     logit_rows: torch.Tensor | None,
     bounds: Bounds,
 ) -> Step:
-    batch = AttentionBatch(
-        query_starts, context_lens, block_tables, slots, bounds.num_decodes, bounds.max_context_len, bounds.host
-    )
+    known = (bounds.num_decodes, bounds.max_context_len, bounds.host, bounds.measures)
+    batch = AttentionBatch(query_starts, context_lens, block_tables, slots, *known)
     return Step(tokens, positions, logit_rows, batch)
 
 
@@ -147,6 +148,7 @@ class StepOutput:
     logits: torch.Tensor
     drawn: Any  # what `Draw` returned; None if no row is sampled
     scored: torch.Tensor  # hidden states of the positions to score
+    choices: list[torch.Tensor]  # of experts, by sparse layer (moe/load.py)
 
 
 def compute(
@@ -154,7 +156,7 @@ def compute(
 ) -> StepOutput:
     hidden = model(step, caches)
     if len(rows) == 0:  # only the first part of prompts
-        return StepOutput(rows, hidden[:0], None, hidden)
+        return StepOutput(rows, hidden[:0], None, hidden, choices_of(model.layers))
     return draw_from(model, hidden, rows, positions, draw)
 
 
@@ -163,4 +165,5 @@ def draw_from(
 ) -> StepOutput:
     """`positions`: where the drawn tokens will stand, one after the tokens just fed."""
     logits = model.logits(hidden[: len(rows)])
-    return StepOutput(rows, logits, draw(logits, rows, positions), hidden[len(rows) :])
+    choices = choices_of(model.layers)
+    return StepOutput(rows, logits, draw(logits, rows, positions), hidden[len(rows) :], choices)

@@ -29,6 +29,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling.json_schema import without_unions
 from nanovllm.sampling.rows import SamplingRow, bits_of
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.weights.light_tokenizer import transformers_tokenizer
 
 logger = logging.getLogger("nanovllm")
 # JSON allows any amount of white space between two values, and small models may write it until max_tokens.
@@ -116,7 +117,8 @@ class Grammars:
         with self._lock:
             if self._tokenizer is None:
                 eos = list(self._eos_token_ids)
-                self._tokenizer = from_tokenizer(self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+                found = transformers_tokenizer(self._hf_tokenizer)
+                self._tokenizer = from_tokenizer(found, n_vocab=self._vocab_size, eos_token=eos)
                 self._executor = LLExecutor()
             return self._tokenizer
 
@@ -176,6 +178,10 @@ def allowed_words(rows: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np.
     sound = [(matchers[i], i) for i in first.values() if not matchers[i].is_error()]
     if sound:
         fill_next_token_bitmask_par(grammar.executor, sound, found)
+        single = np.count_nonzero(found, axis=1) == 1
+        for matcher, i in sound:
+            if single[i] and (token := spelling(grammar.tokenizer, matcher, found[i])) is not None:
+                found[i] = bits_of([token], 32 * len(found[i]))
     width = min(words.shape[1], found.shape[1])
     words[:, :width] = found[[first[id(matcher)] for matcher in matchers], :width]
     if vocab % 32:
@@ -187,6 +193,17 @@ def allowed_words(rows: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np.
     for i in np.flatnonzero(~words.any(1)).tolist():
         words[i] = bits_of(grammar.eos_token_ids, vocab)
     return words
+
+
+def spelling(tokenizer: Any, matcher: Any, words: np.ndarray) -> int | None:
+    """Where only one text can follow, llguidance allows one token, the first that the tokenizer makes of that text. If
+    the text spells a special or added token ("<|im_end|>" inside a string), that is the token, and the matcher itself
+    does not accept it. Then this is an ordinary token to begin the text with; None if the token is accepted."""
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    if len(allowed) != 1 or matcher.validate_tokens(allowed.tolist()):
+        return None
+    ids = tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))  # [] before an end token
+    return ids[0] if ids else None
 
 
 def structured_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

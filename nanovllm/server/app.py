@@ -26,7 +26,7 @@ from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.server.answers import ChatAnswer, CompletionAnswer
 from nanovllm.server.body import Body
 from nanovllm.server.engine_api import add_engine_routes
-from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.errors import ApiError, as_api_error, bad_field
 from nanovllm.server.guard import Gate
 from nanovllm.server.messages import CountBody, MessagesBody, add_message_routes
 from nanovllm.server.metrics import CONTENT_TYPE
@@ -128,8 +128,12 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return Response(await service.encode(document), media_type=JSONResponse.media_type)
 
     @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+    async def metrics(request: Request) -> Response:
+        experts = request.query_params.get("experts", "0")
+        if experts not in ("0", "1"):
+            raise bad_field("experts", f"{experts!r:.80}: must be 1, or 0 to leave the load of experts out")
+        load = await service.expert_load() if experts == "1" else None
+        return Response(service.metrics.text(load), headers={"content-type": CONTENT_TYPE})
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -3,6 +3,7 @@
     GET  /, /static/FILE       the page (files.py)
     GET  /engine/info          what runs, and whether it may be watched
     GET  /engine/events        server-sent events of telemetry/feed.py, a snapshot first
+    GET  /engine/experts       tokens that chose each expert, by layer; counted while it is read (moe/load.py)
     POST /engine/control       {"action": "pause" | "resume" | "step"}
     POST /engine/policy        {"policy": "fcfs" | "sjf"}
     POST /reset_prefix_cache   forget all cached prefixes; as in vLLM
@@ -65,6 +66,15 @@ def add_engine_routes(app: FastAPI, service: Service) -> None:
         check_events()
         service.check_alive()
         return EventStream(service, watchers)
+
+    @app.get("/engine/experts", include_in_schema=False)
+    async def experts() -> dict[str, Any]:
+        check_events()
+        service.check_alive()
+        load = await service.expert_load()
+        if load is None:
+            return {"layers": None, "tokens": None}
+        return {"layers": list(load), "tokens": list(load.values())}
 
     @app.post("/engine/control", include_in_schema=False)
     async def control(request: Request) -> Response:

@@ -25,9 +25,10 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody, params: SamplingPara
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         try:
             parsed = engine.inputs.parse({key: prompt, "cache_salt": body.cache_salt or ""})
-            parsed = truncated(engine, parsed, body, body.max_tokens)
+            asked = body.max_tokens and params.max_tokens  # lowered by generation_config.json
+            parsed = truncated(engine, parsed, body, asked)
             engine.check(parsed, params, body.priority)  # type: ignore[arg-type]
-            check_room(engine, parsed, body.max_tokens)
+            check_room(engine, parsed, asked)
         except RequestError as error:
             if len(prompts) > 1 and "prompt" in str(error):
                 message, code = f"prompt {number + 1} of {len(prompts)}: {error}", as_api_error(error).code
@@ -39,13 +40,20 @@ def encode_prompts(engine: LLMEngine, body: CompletionBody, params: SamplingPara
     return found
 
 
+def room_of(engine: LLMEngine) -> tuple[int, str]:
+    """Tokens of prompt and output together, and what limits them."""
+    blocks, length = engine.scheduler.blocks, engine.max_model_len
+    capacity = blocks.num_blocks * blocks.block_size
+    return (capacity, f"a KV cache of {capacity} tokens") if capacity < length else (length, f"max_model_len={length}")
+
+
 def truncated(engine: LLMEngine, parsed: EngineInput, body: Sampling, max_tokens: int | None) -> EngineInput:
     """The last truncate_prompt_tokens of the prompt."""
-    keep, limit = body.truncate_prompt_tokens, engine.max_model_len
+    keep, (limit, source) = body.truncate_prompt_tokens, room_of(engine)
     if keep is None:
         return parsed
     if keep > limit:
-        raise RequestError(f"truncate_prompt_tokens={keep}: must be at most max_model_len={limit}; -1 keeps what fits")
+        raise RequestError(f"truncate_prompt_tokens={keep}: {source} allows at most {limit}; -1 keeps what fits")
     keep = max(1, limit - (max_tokens or 1)) if keep == -1 else keep
     if len(parsed.token_ids) <= keep:
         return parsed
@@ -70,10 +78,10 @@ def free_thoughts(engine: LLMEngine, params: SamplingParams, start: Start) -> Sa
 
 def check_room(engine: LLMEngine, parsed: EngineInput, max_tokens: int | None) -> None:
     """The engine writes as much as fits. A request for a number of tokens that do not fit is refused, as in vLLM."""
-    size, limit = len(parsed.token_ids), engine.max_model_len
+    size, (limit, source) = len(parsed.token_ids), room_of(engine)
     if max_tokens is not None and size + max_tokens > limit:
         raise ContextLengthError(
-            f"max_tokens={max_tokens}: the prompt has {size} tokens and max_model_len={limit} leaves room for "
+            f"max_tokens={max_tokens}: the prompt has {size} tokens and {source} leaves room for "
             f"{limit - size} new ones: lower max_tokens, leave it out, or shorten the prompt"
         )
 
@@ -82,11 +90,12 @@ def encode_chat(engine: LLMEngine, body: ChatBody, form: Form) -> tuple[EngineIn
     token_ids = _render(engine, body, body.offered, form)
     salted: Any = {"prompt_token_ids": token_ids, "cache_salt": body.cache_salt or ""}
     parsed, params = engine.inputs.parse(salted), body.params(engine.sampling_defaults.values)
-    parsed = truncated(engine, parsed, body, body.asked_tokens)
+    asked = body.asked_tokens and params.max_tokens
+    parsed = truncated(engine, parsed, body, asked)
     if body.must_call:  # a call that a stop string cuts is of no use, and its text is not the answer's
         params = replace(params, stop=None, stop_token_ids=None)
     engine.check(parsed, params, body.priority)  # type: ignore[arg-type]
-    check_room(engine, parsed, body.asked_tokens)
+    check_room(engine, parsed, asked)
     if body.offered and body.binds_calls:
         return parsed, _with_grammar(engine, params, body, form)
     return parsed, compiled(engine, body, params)

@@ -30,18 +30,21 @@ from starlette.requests import Request
 from nanovllm.engine.async_engine import AsyncLLMEngine
 from nanovllm.engine.inputs import EngineInput
 from nanovllm.engine.token_bytes import TokenBytes
+from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestDelta, gather
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.body import Body
 from nanovllm.server.errors import ENGINE_FAILED, ENGINE_STUCK, INTERNAL, ApiError, bad_field, timed_out
 from nanovllm.server.guard import SMALL_BODY, read_bytes
-from nanovllm.server.metrics import Metrics, RequestClock
+from nanovllm.server.metrics import ExpertCounts, Metrics, RequestClock
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.tools import FORMS
+from nanovllm.weights.light_tokenizer import transformers_tokenizer
 
 logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=Body)
+LOAD_SECONDS = 5.0  # a reader of the experts' load waits at most so long for the step that runs
 ENCODERS = 4  # threads; a tokenizer releases the interpreter's lock, a template does not
 MAX_RETRY_SECONDS = 60
 
@@ -71,7 +74,8 @@ class Service:
         self.started = int(time.time())
         self.replica = ""  # which one of several this is
         self.metrics = Metrics(engine, self.model_name)
-        self.to_bytes = TokenBytes(engine.engine.tokenizer)
+        # Makes it now: transformers takes seconds to import, and the first request that needs it would wait for them.
+        self.to_bytes = TokenBytes(transformers_tokenizer(engine.engine.tokenizer))
         self.tool_form = FORMS[options.tool_call_parser]
         self.capacity = engine.engine.scheduler.limits.max_num_seqs + options.max_waiting
         self.num_admitted = 0  # sequences from admission to their last token
@@ -111,6 +115,21 @@ class Service:
             raise ApiError(503, ENGINE_FAILED, code="engine_failed")
         if self.is_stuck:
             raise ApiError(503, ENGINE_STUCK, code="engine_stuck", headers={"Retry-After": str(MAX_RETRY_SECONDS)})
+
+    async def expert_load(self) -> ExpertCounts | None:
+        """Counting begins with the first call (moe/load.py). Empty: the model has no experts.
+        None: the engine is in a step that takes long, or dead."""
+        moe = self.engine.engine.model_config.moe
+        if moe is None:
+            return {}
+        with contextlib.suppress(EngineDeadError):
+            waiting = asyncio.wrap_future(self.engine.expert_load())
+            await asyncio.wait({waiting}, timeout=LOAD_SECONDS)
+            if waiting.done():
+                layers = (layer for layer, is_sparse in enumerate(moe.layers) if is_sparse)
+                return dict(zip(layers, waiting.result() or ()))
+            waiting.cancel()
+        return None
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:

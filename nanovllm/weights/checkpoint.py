@@ -13,7 +13,10 @@ import torch
 
 from nanovllm.errors import ModelError
 from nanovllm.weights.gguf_checkpoint import GGUFCheckpoint
-from nanovllm.weights.safetensors_folder import Location, SafetensorsFolder
+from nanovllm.weights.gguf_quants import StoredBlocks
+from nanovllm.weights.quantised import PackedNumbers
+from nanovllm.weights.safetensors_folder import SafetensorsFolder
+from nanovllm.weights.shards import Location
 
 
 class Checkpoint(Protocol):
@@ -27,17 +30,38 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU as stored (quantised GGUF: float32), touched only now. Not to be written to: it may
+        """One tensor on the CPU as stored (quantised: float32), touched only now. Not to be written to: it may
         be the file itself, mapped into memory."""
 
     def location(self, name: str) -> Location | None:
-        """Where its bytes lie, for readers that stream them. None if they are stored in another form (GGUF)."""
+        """Where its bytes lie, for readers that stream them. None if they are stored in another form
+        (GGUF, or quantised)."""
 
     def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """Rows (dim 0) or columns (dim 1) of a tensor, without reading the others where the format allows that."""
 
+    def read_blocks(self, name: str) -> StoredBlocks | None:
+        """A quantised matrix in GGUF's blocks, with its rows in Hugging Face's order; None if it is plain numbers, or
+        stored in a form that blocks do not hold."""
+
+    def quantised_types(self) -> dict[str, str]:
+        """Of the tensors that `read_blocks` gives: name -> type of the blocks."""
+
+    def read_packed(self, name: str) -> PackedNumbers | None:
+        """A quantised matrix of a safetensors file as the small numbers and scales that it is made of; None for all
+        others."""
+
+    def packed_forms(self) -> dict[str, str]:
+        """Of the tensors that `read_packed` gives: name -> form, in words."""
+
+    def unused(self) -> list[str]:
+        """Tensors that are not among `names`, because no weight is made of them (scales of activations)."""
+
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        """Layer -> by how much keys and values were divided before they were rounded to 8 bits, where it is stored."""
+
     def load_tokenizer(self) -> Any:
-        """A transformers fast tokenizer; ModelError if there is none."""
+        """A transformers fast tokenizer, or a LightTokenizer in its place; ModelError if there is none."""
 
     def close(self) -> None: ...
 

@@ -1,6 +1,7 @@
 """A GGUF file seen as a Hugging Face checkpoint: same tensor names, same config.json shape.
 
-Families: llama, qwen2, qwen3. Each property in the file is honoured, or refused by name; none is ignored.
+Families: llama (Mixtral too), qwen2, qwen3, qwen3moe (gguf_experts.py), deepseek2 (gguf_deepseek.py). Each
+property in the file is honoured, or refused by name; none is ignored.
 
 Two things differ from the Hugging Face format beyond names:
   - For `llama`, llama.cpp reorders the rows of the query and key projections. Its RoPE turns neighbours (0, 1),
@@ -13,17 +14,22 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.errors import ModelError
+from nanovllm.weights import gguf_deepseek, gguf_experts
 from nanovllm.weights.gguf_file import GGUFFile
+from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.gguf_tokenizer import build_tokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES["qwen3moe"] = "Qwen3MoeForCausalLM"
+ARCHITECTURES["deepseek2"] = "DeepseekV2ForCausalLM"  # or V3's, by the router
 
 _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -39,11 +45,16 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_MORE_NAMES = {
+    "llama": gguf_experts.MIXTRAL_NAMES,
+    "qwen3moe": gguf_experts.LAYER_NAMES,
+    "deepseek2": gguf_deepseek.LAYER_NAMES,
+}
 _ROPE_FREQS = "rope_freqs.weight"
 _MAX_INT = 2**31 - 1
 
 
-class _Metadata:
+class GGUFMetadata:
     """Typed access to the file's metadata; a missing or mistyped value is an error that names the key."""
 
     def __init__(self, file: GGUFFile):
@@ -60,19 +71,28 @@ class _Metadata:
             return value[0].item()  # one number per layer, all the same
         return value
 
-    def _refuse(self, key: str, value: object, why: str) -> ModelError:
+    def refuse(self, key: str, value: object, why: str) -> ModelError:
         return ModelError(f"{self.path}: {self.arch}.{key} is {value}: {why}.")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def __contains__(self, key: str) -> bool:
+        return f"{self.arch}.{key}" in self.values
+
+    def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
         value = self._get(key, default)
-        if type(value) is not int or not 1 <= value <= _MAX_INT:
-            raise self._refuse(key, value, f"must be one integer from 1 to {_MAX_INT}")
+        if type(value) is not int or not low <= value <= _MAX_INT:
+            raise self.refuse(key, value, f"must be one integer from {low} to {_MAX_INT}")
+        return value
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise self.refuse(key, value, "must be true or false")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
-            raise self._refuse(key, value, "must be one finite number above 0")
+            raise self.refuse(key, value, "must be one finite number above 0")
         # float32 in the file: 1e-5 would read 9.99999974e-06. The shortest decimal is what the author wrote.
         return float(str(np.float32(value)))
 
@@ -80,12 +100,12 @@ class _Metadata:
         """A property we do not implement must be absent or say that it is off."""
         value = self._get(key, expected)
         if isinstance(value, np.ndarray) or value != expected:
-            raise self._refuse(key, value, why)
+            raise self.refuse(key, value, why)
 
     def string(self, key: str, default: str) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self._refuse(key, value, "must be a string")
+            raise self.refuse(key, value, "must be a string")
         return value
 
     def token_id(self, key: str) -> int | None:
@@ -96,6 +116,12 @@ class _Metadata:
         return value
 
 
+class _Stored(NamedTuple):
+    names: tuple[str, ...]  # in the file: two that are joined, or one
+    shape: tuple[int, ...]
+    number: int | None = None  # which of the matrices stacked there
+
+
 class GGUFCheckpoint:
     """Meets `Checkpoint` (checkpoint.py)."""
 
@@ -103,9 +129,12 @@ class GGUFCheckpoint:
         self.path = path
         self._file = GGUFFile(path)
         try:
-            metadata = _Metadata(self._file)
+            metadata = GGUFMetadata(self._file)
             self._arch = metadata.arch
-            self._stored = {hf_name(name, path): name for name in self._file.tensors if name != _ROPE_FREQS}
+            self._stored: dict[str, _Stored] = {}
+            for name in self._file.tensors:
+                if name != _ROPE_FREQS:
+                    self._stored |= self._places(name, hf_name(name, path, self._arch))
             self.config = build_config(self._file, metadata)
             self.generation_config = build_generation_config(metadata)
         except BaseException:
@@ -115,20 +144,71 @@ class GGUFCheckpoint:
     def names(self) -> list[str]:
         return list(self._stored)
 
-    def _stored_name(self, name: str) -> str:
+    def _places(self, stored: str, name: str) -> dict[str, _Stored]:
+        """The tensors of Hugging Face's that are in a stored one: mostly one, by the same shape."""
+        shape = self._file.tensors[stored].shape
+        if ".experts." in name and len(shape) == 3:
+            before, after = name.split(".experts.")
+            return {f"{before}.experts.{e}.{after}": _Stored((stored,), shape[1:], e) for e in range(shape[0])}
+        if name.endswith((".k_b.weight", ".v_b.weight")):
+            return self._join_kv(stored)
+        return {name: _Stored((stored,), shape)}
+
+    def _join_kv(self, stored: str) -> dict[str, _Stored]:
+        """W_UK and W_UV (gguf_deepseek.py). Files that have them joined besides are read there."""
+        layer = stored.split(".attn_")[0]
+        names = f"{layer}.attn_k_b.weight", f"{layer}.attn_v_b.weight"
+        if f"{layer}.attn_kv_b.weight" in self._file.tensors or stored == names[1]:
+            return {}
+        shapes = [self._file.tensors[name].shape if name in self._file.tensors else () for name in names]
+        if len(shapes[0]) != 3 or len(shapes[1]) != 3 or (shapes[0][0], shapes[0][1]) != (shapes[1][0], shapes[1][2]):
+            raise ModelError(f"{self.path}: {' and '.join(names)} have shapes {shapes}; get the model again.")
+        heads, rank, nope = shapes[0]
+        joined = _Stored(names, (heads * (nope + shapes[1][1]), rank))
+        return {hf_name(f"{layer}.attn_kv_b.weight", self.path, self._arch): joined}
+
+    def _find(self, name: str) -> _Stored:
         if name not in self._stored:
             raise ModelError(f"{self.path}: has no tensor {name}.")
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._stored_name(name)].shape
+        return self._find(name).shape
 
     def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """Blocks of a quantised row cannot be cut anywhere: the tensor is read, the piece is kept."""
         return self.read(name).narrow(dim, start, length)
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._file.read(self._stored_name(name))
+        found = self._find(name)
+        if len(found.names) > 1:
+            to_k, to_v = map(self._file.read, found.names)
+            return torch.cat((to_k.float().transpose(1, 2), to_v.float()), dim=1).flatten(0, 1)
+        return self._in_order(name, self._file.read(found.names[0], found.number))
+
+    def read_blocks(self, name: str) -> StoredBlocks | None:
+        found = self._find(name)
+        blocks = None if len(found.names) > 1 else self._file.read_blocks(found.names[0], found.number)
+        return None if blocks is None else replace(blocks, raw=self._in_order(name, blocks.raw))
+
+    def quantised_types(self) -> dict[str, str]:
+        kinds = {name: self._file.tensors[found.names[0]].kind for name, found in self._stored.items()}
+        return {name: kind.name for name, kind in kinds.items() if kind.unpack is not None}
+
+    def read_packed(self, name: str) -> None:
+        """Blocks are read with `read_blocks`."""
+
+    def packed_forms(self) -> dict[str, str]:
+        return {}
+
+    def unused(self) -> list[str]:
+        return []
+
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        return {}
+
+    def _in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Rows as Hugging Face has them; of numbers or of blocks alike."""
         if self._arch != "llama":
             return tensor
         if name.endswith((".q_proj.weight", ".q_proj.bias")):
@@ -154,38 +234,48 @@ class GGUFCheckpoint:
         self._file.close()
 
 
-def hf_name(name: str, path: Path) -> str:
+def hf_name(name: str, path: Path, arch: str = "llama") -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     stem, _, suffix = name.rpartition(".")
-    layer = re.fullmatch(r"blk\.(0|[1-9]\d{0,4})\.(\w+)", stem, re.ASCII)
+    layer = re.fullmatch(r"blk\.(0|[1-9]\d{0,4})\.(\w+)(?:\.(0|[1-9]\d{0,4}))?", stem, re.ASCII)
     if suffix in ("weight", "bias"):
         if stem in _GLOBAL_NAMES:
             return f"{_GLOBAL_NAMES[stem]}.{suffix}"
-        if layer and layer[2] in _LAYER_NAMES:
-            return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{suffix}"
+        known = _LAYER_NAMES | _MORE_NAMES.get(arch, {})
+        if layer and layer[3] and f"{layer[2]}_exps" in known:  # a tensor for each expert
+            matrix = known[f"{layer[2]}_exps"].replace(".experts.", f".experts.{layer[3]}.")
+            return f"model.layers.{layer[1]}.{matrix}.{suffix}"
+        if layer and not layer[3] and layer[2] in known:
+            suffix = "_bias" if layer[2] == "exp_probs_b" and suffix == "bias" else f".{suffix}"
+            return f"model.layers.{layer[1]}.{known[layer[2]]}{suffix}"
     raise ModelError(f"{path}: tensor {name!r} has no place in a {', '.join(ARCHITECTURES)} model.")
 
 
-def build_config(file: GGUFFile, meta: _Metadata) -> dict[str, Any]:
+def build_config(file: GGUFFile, meta: GGUFMetadata) -> dict[str, Any]:
     """The config.json this model would have; values not implemented are refused here."""
     parts = file.metadata.get("split.count", 1)
     if type(parts) is not int or parts > 1:
         raise ModelError(f"{file.path}: is one of {parts} parts (split.count); merge the parts into one file first.")
-    meta.require("expert_count", 0, "mixture-of-experts GGUF files are not supported; use the safetensors model")
+    arch, more = meta.arch, {}
     hidden_size, num_heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
-    head_dim = meta.integer("attention.key_length", hidden_size // num_heads)
-    meta.require("attention.value_length", head_dim, f"must be the same as key_length, {head_dim}")
-    meta.require("rope.dimension_count", head_dim, f"rotating only a part of head_dim={head_dim} is not supported")
+    if arch == "deepseek2":
+        more = gguf_deepseek.config_of(meta)
+        head_dim = more["qk_rope_head_dim"]
+    else:
+        more = gguf_experts.config_of(meta)
+        head_dim = meta.integer("attention.key_length", hidden_size // num_heads)
+        meta.require("attention.value_length", head_dim, f"must be the same as key_length, {head_dim}")
+        meta.require("rope.dimension_count", head_dim, f"rotating only a part of head_dim={head_dim} is not supported")
     meta.require("attention.causal", True, "only causal models are supported")
     context_len = meta.integer("context_length")
     meta.require("attention.sliding_window", 0, "sliding-window attention is not supported in GGUF files")
     tensors = file.tensors
-    for required in ("token_embd.weight", "blk.0.attn_q.weight"):
+    first = "blk.0.attn_output.weight"
+    for required in ("token_embd.weight", first):
         if required not in tensors:
             raise ModelError(f"{file.path}: has no tensor {required}; not a language model, or only a part of one.")
-    arch = meta.arch
     # Files without plain weights take bfloat16: it holds float32's range, and most of these models were trained in it.
-    dtype = tensors["blk.0.attn_q.weight"].kind.dtype or torch.bfloat16
+    dtype = tensors[first].kind.dtype or torch.bfloat16
     return {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
@@ -207,10 +297,11 @@ def build_config(file: GGUFFile, meta: _Metadata) -> dict[str, Any]:
         "bos_token_id": meta.token_id("bos"),
         "eos_token_id": meta.token_id("eos"),
         "torch_dtype": str(dtype).removeprefix("torch."),
+        **more,
     }
 
 
-def build_generation_config(meta: _Metadata) -> dict[str, Any]:
+def build_generation_config(meta: GGUFMetadata) -> dict[str, Any]:
     """A chat model may end a turn (eot) or a message to a tool (eom) with another token than a text (eos)."""
     eos_ids = [meta.token_id(key) for key in ("eos", "eot", "eom")]
     return {
@@ -220,7 +311,7 @@ def build_generation_config(meta: _Metadata) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(file: GGUFFile, meta: _Metadata, head_dim: int, context_len: int) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, meta: GGUFMetadata, head_dim: int, context_len: int) -> dict[str, Any] | None:
     kind = meta.string("rope.scaling.type", "none")
     old_factor = meta.number("rope.scale_linear", 1.0)  # "linear" in files before 2024
     factor = meta.number("rope.scaling.factor", old_factor)
@@ -229,7 +320,8 @@ def _rope_scaling(file: GGUFFile, meta: _Metadata, head_dim: int, context_len: i
     # llama.cpp multiplies these into YaRN's own magnitude; Hugging Face's attention_factor replaces it instead.
     for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0)):
         meta.require(f"rope.scaling.{key}", neutral, "only the standard form of YaRN is supported")
-    meta.require("rope.scaling.yarn_log_multiplier", 0.0, "only the standard form of YaRN is supported")
+    if meta.arch != "deepseek2":
+        meta.require("rope.scaling.yarn_log_multiplier", 0.0, "only the standard form of YaRN is supported")
     if _ROPE_FREQS in file.tensors:
         divisors = file.read(_ROPE_FREQS).double().tolist()
         if any(d != 1.0 for d in divisors):
@@ -249,7 +341,7 @@ def _rope_scaling(file: GGUFFile, meta: _Metadata, head_dim: int, context_len: i
         scaling["original_max_position_embeddings"] = meta.integer("rope.scaling.original_context_length", context_len)
         scaling["beta_fast"] = meta.number("rope.scaling.yarn_beta_fast", 32.0)
         scaling["beta_slow"] = meta.number("rope.scaling.yarn_beta_slow", 1.0)
-        return scaling
+        return scaling | (gguf_deepseek.yarn_mscale(meta) if meta.arch == "deepseek2" else {})
     raise ModelError(f"{file.path}: {meta.arch}.rope.scaling.type is {kind!r}; supported: none, linear, yarn.")
 
 

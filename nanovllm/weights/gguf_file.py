@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from nanovllm.errors import ModelError
-from nanovllm.weights.gguf_quants import OTHER_TYPES, TENSOR_TYPES, TensorType, decode
+from nanovllm.weights.gguf_quants import OTHER_TYPES, TENSOR_TYPES, StoredBlocks, TensorType, decode
 
 # Metadata types that are plain numbers, by their number in the file. 7 is bool, one byte, 0 or 1.
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -80,6 +81,19 @@ class _Cursor:
         except UnicodeDecodeError as error:
             self.fail(field, f"bytes {start}..{start + num_bytes}", f"not UTF-8 ({error.reason})")
 
+    def strings(self, count: int, field: str) -> list[str]:
+        """As `string`, in one loop: a vocabulary and its merges are 100,000 of them."""
+        data, size, pos, length_at = self.data, self.size, self.pos, struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        with suppress(struct.error, UnicodeDecodeError):
+            while len(found) < count and (end := pos + 8 + length_at(data, pos)[0]) <= size:
+                found.append(data[pos + 8 : end].decode())
+                pos = end
+        self.pos = pos
+        if len(found) < count:
+            self.string(field)  # says what is wrong with it
+        return found
+
     def numbers(self, kind: int, length: int, field: str) -> np.ndarray:
         """A copy: a view would keep the file mapped after close."""
         dtype = np.dtype(_NUMBERS.get(kind, "u1"))
@@ -103,7 +117,7 @@ class _Cursor:
     def array(self, field: str) -> list[str] | np.ndarray:
         kind = self.u32(field)
         if kind == _STRING:
-            return [self.string(field) for _ in range(self.count(f"the length of {field}", 8))]
+            return self.strings(self.count(f"the length of {field}", 8), field)
         if kind == _BOOL or kind in _NUMBERS:
             return self.numbers(kind, self.count(f"the length of {field}", 1), field)
         # Arrays in arrays are legal on paper, used by no model, and the way to exhaust a reader's stack.
@@ -202,11 +216,28 @@ class GGUFFile:
             cursor.fail(f"the row length of {name}", dims[0], f"must be a multiple of {kind.block_len} ({kind.name})")
         return name, tuple(reversed(dims)), kind, cursor.u64(f"the offset of {name}")
 
-    def read(self, name: str) -> torch.Tensor:
-        """A new tensor: F32, F16 and BF16 as stored, quantised types as float32. No view of the file outlives this."""
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """A new tensor: F32, F16 and BF16 as stored, quantised types as float32. No view of the file outlives this.
+        `index`: only that entry of the first dimension."""
         tensor = self.tensors[name]
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start)
-        return decode(raw, tensor.kind).view(tensor.shape)
+        raw, shape = self._raw(tensor, index)
+        return decode(raw, tensor.kind).view(shape)
+
+    def read_blocks(self, name: str, index: int | None = None) -> StoredBlocks | None:
+        """A copy of a quantised matrix as it is stored; None if it is plain numbers."""
+        tensor = self.tensors[name]
+        raw, shape = self._raw(tensor, index)
+        if tensor.kind.unpack is None or len(shape) != 2:
+            return None
+        return StoredBlocks(tensor.kind, raw.clone().view(shape[0], -1))
+
+    def _raw(self, tensor: GGUFTensor, index: int | None) -> tuple[torch.Tensor, tuple[int, ...]]:
+        shape, count, start = tensor.shape, tensor.num_bytes, tensor.start
+        if index is not None:
+            assert 0 <= index < shape[0]
+            count //= shape[0]
+            shape, start = shape[1:], start + index * count
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=start), shape
 
     def close(self) -> None:
         self._map.close()

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.hardware.parallel import Shard
+
 
 def _numbers(blocks: torch.Tensor, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
     """Bytes start..end of every block as numbers of `dtype`, widened to float32. The copy makes them contiguous."""
@@ -171,6 +173,23 @@ def decode(raw: torch.Tensor, kind: TensorType) -> torch.Tensor:
         return raw.clone().view(kind.dtype)  # clone first: a fresh buffer is aligned for any dtype
     assert kind.unpack is not None
     return kind.unpack(raw.view(-1, kind.block_bytes)).flatten()
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A quantised matrix as its file has it: uint8 [rows, bytes of a row]."""
+
+    kind: TensorType
+    raw: torch.Tensor
+
+    def cut(self, shard: Shard) -> StoredBlocks | None:
+        """Some of its rows or columns; None if that would cut blocks."""
+        start, length = shard.start, shard.length
+        if shard.dim == 1:
+            if start % self.kind.block_len or length % self.kind.block_len:
+                return None
+            start, length = (n // self.kind.block_len * self.kind.block_bytes for n in (start, length))
+        return StoredBlocks(self.kind, self.raw.narrow(shard.dim, start, length))
 
 
 def split(raw: torch.Tensor, kind: TensorType) -> tuple[torch.Tensor, list[torch.Tensor]]:

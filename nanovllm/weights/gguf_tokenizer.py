@@ -1,12 +1,10 @@
-"""The tokenizer inside a GGUF file, rebuilt as a transformers fast tokenizer.
+"""The tokenizer inside a GGUF file, rebuilt with the tokenizers library.
 
 GGUF stores the vocabulary and names a recipe (`tokenizer.ggml.model`); the recipe itself is known, not stored:
   "gpt2"   byte-level BPE. `tokenizer.ggml.pre` names the rule that cuts text into words before BPE. A wrong rule gives
            plausible but wrong tokens, so an unknown name is refused.
   "llama"  SentencePiece BPE: spaces are written as U+2581, unknown characters fall back to one token per byte, and
            instead of a merge list each piece has a score; the pair that makes the best piece is merged first.
-
-transformers is imported inside the function: it takes seconds, and most of this package does not need it.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.errors import ModelError
+from nanovllm.weights.light_tokenizer import LightTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' name -> GGUF's
 
 # English contractions | word with one leading sign | number | signs | line ends | trailing blanks | blanks.
 # Qwen 2 and Llama 3 differ only in how many digits stay together.
@@ -31,7 +31,38 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Letters with an upper and a lower case: Latin, Greek, Cyrillic, ..., but no Armenian small letters, no Georgian, no
+# mathematical ones. DeepSeek's own rule names each range; this is the same set.
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[\x{0}-\x{55F}\x{589}-\x{10C5}\x{1100}-\x{1C7F}\x{1C90}-\x{2CFF}\x{A640}-\x{A78E}"
+    r"\x{AB70}-\x{FFFF}\x{10400}-\x{104FF}\x{10C80}-\x{10CFF}\x{118A0}-\x{118DF}\x{1E900}-\x{1E943}]]"
+)
+_EAST_ASIAN = "[\u0800-\u9fa5\uac00-\ud7ff]+"
 _GPT2, _SMOLLM, _QWEN2, _LLAMA3 = "gpt-2", "smollm", "qwen2", "llama-bpe"
+_DEEPSEEK, _DEEPSEEK_CODER, _DEEPSEEK3 = "deepseek-llm", "deepseek-coder", "deepseek-v3"
+# Several patterns cut one after the other: each cuts the pieces that those before it left. What none of them matches
+# stays whole. V3: numbers, then Chinese characters and kana, then the rest. V2's signs ":-~" include ASCII letters, in
+# the rule it was trained with too. It and the coder's end with single digits; llama.cpp has whole numbers for V2, which
+# is the same, since no token of V2 has two digits.
+_CUTS = {
+    _QWEN2: (_WORDS % 1,),
+    _LLAMA3: (_WORDS % 3,),
+    _DEEPSEEK: (
+        r"[\r\n]",
+        r"\s?" + _CASED + "+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _EAST_ASIAN,
+        r"\p{N}",
+    ),
+    _DEEPSEEK_CODER: (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),
+    _DEEPSEEK3: (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
 _PRE = {
     "default": _GPT2,
     "gpt-2": _GPT2,
@@ -41,6 +72,9 @@ _PRE = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "deepseek-llm": _DEEPSEEK,  # V2 and V2-Lite too
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK3,
 }
 
 
@@ -81,8 +115,7 @@ class _Vocabulary:
         return self.tokens[token_id]
 
 
-def build_tokenizer(metadata: dict[str, Any], path: Path) -> Any:
-    """A `transformers.PreTrainedTokenizerFast`."""
+def build_tokenizer(metadata: dict[str, Any], path: Path) -> LightTokenizer:
     vocabulary = _Vocabulary(metadata, path)
     if vocabulary.model == "gpt2":
         build, adds_bos = _byte_level, _PRE.get(vocabulary.get("pre", str) or "default") == _LLAMA3
@@ -104,7 +137,10 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     name = vocabulary.get("pre", str) or "default"
     pre = _PRE.get(name)
     if pre is None:
-        raise ModelError(f"{vocabulary.path}: tokenizer.ggml.pre is {name!r}; supported: {', '.join(_PRE)}.")
+        raise ModelError(
+            f"{vocabulary.path}: tokenizer.ggml.pre is {name!r}; supported: {', '.join(_PRE)}. The tokenizer of the "
+            "original model can be used: give its folder as tokenizer."
+        )
     merges = vocabulary.get("merges", list)
     if merges is None:
         raise ModelError(f"{vocabulary.path}: tokenizer.ggml.merges is missing.")
@@ -116,11 +152,8 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre == _SMOLLM else []
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))  # GPT-2's own pattern
     else:
-        pattern = Regex(_WORDS % (3 if pre == _LLAMA3 else 1))
-        steps = [
-            pre_tokenizers.Split(pattern, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _CUTS[pre]]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     if pre == _QWEN2:
@@ -170,9 +203,8 @@ def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tu
     return [(vocabulary.tokens[left], vocabulary.tokens[right]) for _, _, left, right in ranked]
 
 
-def _wrap(vocabulary: _Vocabulary, tokenizer: Tokenizer, adds_bos: bool) -> Any:
+def _wrap(vocabulary: _Vocabulary, tokenizer: Tokenizer, adds_bos: bool) -> LightTokenizer:
     from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
 
     typed = list(zip(vocabulary.tokens, vocabulary.types))
     tokenizer.add_special_tokens(
@@ -187,14 +219,10 @@ def _wrap(vocabulary: _Vocabulary, tokenizer: Tokenizer, adds_bos: bool) -> Any:
     add_bos, bos = vocabulary.get("add_bos_token", bool), vocabulary.token("bos")
     if add_bos and bos is None:
         raise ModelError(f"{vocabulary.path}: add_bos_token is true but tokenizer.ggml.bos_token_id is missing.")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=vocabulary.token("eos"),
-        unk_token=vocabulary.token("unknown"),
-        pad_token=vocabulary.token("padding"),
-        add_bos_token=bos is not None and (adds_bos if add_bos is None else add_bos),
-        add_eos_token=bool(vocabulary.get("add_eos_token", bool)),
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
+    return LightTokenizer(
+        tokenizer,
+        {f"{short}_token": vocabulary.token(name) for short, name in _NAMED.items()},
+        template,
+        bos=bos is not None and (adds_bos if add_bos is None else add_bos),
+        eos=bool(vocabulary.get("add_eos_token", bool)),
     )

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from nanovllm.errors import ModelError
 from nanovllm.hardware.parallel import Shard
 from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.rules import Rule, find_destination
 
 logger = logging.getLogger("nanovllm")
@@ -62,7 +64,28 @@ class Elsewhere:
     shape: tuple[int, ...]
 
 
-LoadTarget = torch.Tensor | OnDisk | ShardTarget | Elsewhere
+@dataclass(frozen=True)
+class PackedTarget:
+    """A matrix that is kept in another form (layers/packed.py). `take` gets the tensor's name and its numbers, or this
+    rank's part of them: as blocks of the file if `as_stored` is set and the file has them so, else as floats."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    shard: Shard | None
+    as_stored: bool
+    take: Callable[[str, torch.Tensor | StoredBlocks], None]
+
+    def fill(self, name: str, checkpoint: Checkpoint) -> None:
+        stored = checkpoint.read_blocks(name) if self.as_stored else None
+        stored = stored.cut(self.shard) if stored is not None and self.shard is not None else stored
+        if stored is not None:
+            self.take(name, stored)
+        elif self.shard is None:
+            self.take(name, checkpoint.read(name))
+        else:
+            self.take(name, checkpoint.read_slice(name, self.shard.dim, self.shard.start, self.shard.length))
+
+
+LoadTarget = torch.Tensor | OnDisk | ShardTarget | PackedTarget | Elsewhere
 LoadTargets = Mapping[str, Mapping[str, LoadTarget]]  # parameter -> part ('' where it is not stacked) -> target
 
 
@@ -82,10 +105,12 @@ def load_dummy(model: nn.Module, seed: int, targets: LoadTargets | None = None) 
                 )
             digest = hashlib.blake2b(f"{seed}/{name}/{part}".encode(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-            if isinstance(target, ShardTarget):  # drawn whole, so that the ranks have slices of one model
-                shard, whole = target.shard, torch.empty(target.shape, dtype=target.memory.dtype, device=device)
+            if isinstance(target, (ShardTarget, PackedTarget)):  # drawn whole: the ranks have slices of one model
+                dtype = torch.float32 if isinstance(target, PackedTarget) else target.memory.dtype
+                shard, whole = target.shard, torch.empty(target.shape, dtype=dtype, device=device)
                 whole.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-                target.memory.copy_(whole.narrow(shard.dim, shard.start, shard.length))
+                own = whole if shard is None else whole.narrow(shard.dim, shard.start, shard.length)
+                target.take(name, own) if isinstance(target, PackedTarget) else target.memory.copy_(own)
                 continue
             drawn = target if target.device == device else torch.empty_like(target, device=device)
             drawn.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
@@ -104,10 +129,12 @@ def load_weights(
             memory = target.copy
         if isinstance(memory, ShardTarget):
             memory.memory.copy_(checkpoint.read_slice(name, memory.shard.dim, memory.shard.start, memory.shard.length))
+        elif isinstance(memory, PackedTarget):
+            memory.fill(name, checkpoint)
         elif isinstance(memory, torch.Tensor):
             memory.copy_(checkpoint.read(name))
-    for name, parameter in tied.items():
-        if _differs(model, checkpoint, name, parameter):
+    for name, other in tied.items():
+        if _differ(checkpoint, name, other, getattr(found[other], "shard", None)):
             logger.warning(
                 "%s: %s differs from the embedding, but config.json ties the two: the embedding is used for both. To "
                 "use the file's head, set tie_word_embeddings to false in config.json",
@@ -116,18 +143,19 @@ def load_weights(
             )
 
 
-def _differs(model: nn.Module, checkpoint: Checkpoint, name: str, parameter: str) -> bool:
-    """Whether a tensor, or this rank's rows of it, differs from the parameter that it is tied to; some rows at a time,
-    so that neither the host nor the device needs room for a second head."""
-    shards: dict[str, Shard] = getattr(model.get_submodule(parameter.rpartition(".")[0]), "shards", {})
-    target = as_target(model.get_parameter(parameter).data, shards.get(""))
-    if tuple(checkpoint.shape(name)) != tuple(target.shape):
+def _differ(checkpoint: Checkpoint, name: str, other: str, shard: Shard | None) -> bool:
+    """Whether two tensors, or this rank's rows of them, differ; some rows at a time, so that no room for both is
+    needed."""
+    shape = tuple(checkpoint.shape(name))
+    if shape != tuple(checkpoint.shape(other)):
         return True
-    memory, start = (target.memory, target.shard.start) if isinstance(target, ShardTarget) else (target, 0)
-    return any(
-        not torch.equal(checkpoint.read_slice(name, 0, start + at, len(rows)).to(rows), rows)
-        for at, rows in zip(range(0, len(memory), COMPARED_ROWS), memory.split(COMPARED_ROWS))
-    )
+    first, stop = (0, shape[0]) if shard is None else (shard.start, shard.start + shard.length)
+    for start in range(first, stop, COMPARED_ROWS):
+        piece = (0, start, min(COMPARED_ROWS, stop - start))
+        rows = checkpoint.read_slice(other, *piece)
+        if not torch.equal(checkpoint.read_slice(name, *piece).to(rows), rows):
+            return True
+    return False
 
 
 def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> None:
@@ -158,18 +186,37 @@ def as_target(memory: torch.Tensor, shard: Shard | None) -> torch.Tensor | Shard
     return ShardTarget(memory.narrow(shard.dim, 0, shard.length), shard)
 
 
+def matrix_targets(
+    layer: nn.Module,
+    parts: Mapping[str, int],
+    columns: int,
+    make: Callable[[str, tuple[int, ...], Shard | None], LoadTarget],
+) -> dict[str, LoadTarget]:
+    """Of a weight that is no parameter (layers/packed.py, layers/scaled.py), by part. `make` gets the part, the shape
+    of the checkpoint's tensor and which piece of it is this rank's."""
+    shards: dict[str, Shard] = getattr(layer, "shards", {})
+    absent: dict[str, tuple[int, ...]] = getattr(layer, "elsewhere", {})
+    found: dict[str, LoadTarget] = {part: Elsewhere(shape) for part, shape in absent.items()}
+    for part, rows in parts.items():
+        shard, shape = shards.get(part), [rows, columns]
+        if shard is not None:
+            shape[shard.dim] = shard.total
+        found[part] = make(part, tuple(shape), shard)
+    return found
+
+
 def _prove_complete(
     model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...], targets: Mapping[str, Mapping[str, LoadTarget]]
 ) -> tuple[dict[str, LoadTarget], dict[str, str]]:
-    """Tensor name -> the target it fills; and, of tensors that are not loaded, -> the tied parameter it would fill."""
+    """Tensor name -> the target it fills; and, of tensors that are not loaded, -> the one that fills what they are tied
+    to."""
     names = checkpoint.names()
     if not names:
         raise ModelError(f"{checkpoint.path}: no *.safetensors beside config.json (load_format='dummy' needs none)")
-    # Another name of a parameter that is loaded under its first one (a head tied to the embedding).
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - targets.keys()
+    tied = _tied_names(model, targets.keys())
     found: dict[str, LoadTarget] = {}
     copies: dict[str, str] = {}
-    filled: set[tuple[str, str]] = set()
+    filled: dict[tuple[str, str], str] = {}
     unused: list[str] = []
     for name in names:
         destination = find_destination(rules, name)
@@ -183,12 +230,13 @@ def _prove_complete(
         elif (parameter, part) in filled:
             raise ModelError(f"{checkpoint.path}: {name!r} fills {_spell(parameter, part)} twice")
         else:
-            filled.add((parameter, part))
+            filled[parameter, part] = name
             target = found[name] = targets[parameter][part]
             shape, wanted = tuple(checkpoint.shape(name)), tuple(target.shape)
             if shape != wanted:
                 raise ModelError(f"{checkpoint.path}: {name!r} has shape {shape}, config.json implies {wanted}")
     missing = [_spell(name, part) for name, parts in targets.items() for part in parts if (name, part) not in filled]
+    unused = _without_zero_biases(checkpoint, unused)
     problems = []
     for what, those in (("not found in the checkpoint", missing), ("in the checkpoint but not in the model", unused)):
         if those:
@@ -196,7 +244,24 @@ def _prove_complete(
             problems.append(f"{len(those)} {what}: {', '.join(those[:8])}{more}")
     if problems:
         raise ModelError(f"{checkpoint.path}: weights do not fit config.json. " + "; ".join(problems))
-    return found, copies
+    return found, {name: filled[tied[parameter], ""] for name, parameter in copies.items()}
+
+
+def _without_zero_biases(checkpoint: Checkpoint, names: list[str]) -> list[str]:
+    """AutoGPTQ gives each layer that it quantises a bias, of zeros where the model has none: it changes nothing."""
+    packed = checkpoint.packed_forms() if names else {}
+    biases = (name for name in names if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in packed)
+    zeros = {name for name in biases if not checkpoint.read(name).any()}
+    return [name for name in names if name not in zeros]
+
+
+def _tied_names(model: nn.Module, loaded: Collection[str]) -> dict[str, str]:
+    """Another name of a weight that is loaded under its first one (a head tied to the embedding) -> the first. A weight
+    is a parameter, or a module in the place of one (layers/packed.py)."""
+    weights = chain(model.named_parameters(remove_duplicate=False), model.named_modules(remove_duplicate=False))
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(weight), name) for name, weight in weights}
+    return {name: other for name, other in names.items() if name not in loaded and other in loaded}
 
 
 def _spell(name: str, part: str) -> str:

@@ -1,9 +1,9 @@
 """Rules: checkpoint names -> parameters of the model, as data.
 
 A rule's source is a pattern over the *whole* name, so no name can match by accident: `{i}` stands for a number,
-`{x:a|b}` for one of the listed words. The target may use the value of a field; a field called `part`, or a template of
-that name over several fields ("{e}.gate"), names the part of a stacked parameter that is filled. A target of None drops
-the tensor on purpose.
+`{x:a|b}` for one of the listed words, `{x:*}` for anything. The target may use the value of a field; a field called
+`part`, or a template of that name over several fields ("{e}.gate"), names the part of a stacked parameter that is
+filled. A target of None drops the tensor on purpose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class Rule:
     def _pattern(self) -> re.Pattern[str]:
         text = re.escape(self.source)
         text = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", text)
-        text = re.sub(r"\\\{(\w+):(.*?)\\\}", lambda m: f"(?P<{m[1]}>{m[2]})".replace(r"\|", "|"), text)
+        text = re.sub(
+            r"\\\{(\w+):(.*?)\\\}", lambda m: f"(?P<{m[1]}>{m[2]})".replace(r"\|", "|").replace(r"\*", ".*"), text
+        )
         return re.compile(text)
 
     def match(self, name: str) -> Destination | None:

@@ -1,35 +1,25 @@
 """A model folder in Hugging Face format: config.json, *.safetensors (one file, or shards with an index), tokenizer.
 
-Weights may be absent: such a folder still serves dummy loading. Shards are mapped into memory, so opening costs their
-headers and reading a tensor costs that tensor. Which tensor is in which shard is taken from the shards themselves; the
-index only lists which files belong to the model, and must agree with them.
+Weights may be absent: such a folder still serves dummy loading. A quantised weight is several tensors in the files;
+here it is one, `x.weight`, of numbers in float32, made when it is read (quantised.py).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from nanovllm.errors import ModelError
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-
-
-class Location(NamedTuple):
-    """Where a tensor's bytes lie, row after row without gaps."""
-
-    path: Path
-    offset: int
-    num_bytes: int
-    dtype: torch.dtype
+from nanovllm.quantization_config import REMEDY, QuantizationConfig
+from nanovllm.weights.four_bits import FourBitWeight
+from nanovllm.weights.gguf_quants import StoredBlocks
+from nanovllm.weights.quantised import PackedNumbers, QuantisedWeights
+from nanovllm.weights.shards import PLAIN_DTYPES, Location, Shards, read_json
 
 
 class SafetensorsFolder:
@@ -40,94 +30,78 @@ class SafetensorsFolder:
         self.config = _read_config(path)
         generation = path / "generation_config.json"
         self.generation_config = read_json(generation) if generation.is_file() else {}
-        self._shards: list[Any] = []  # open files
-        self._shard_of: dict[str, Any] = {}  # tensor name -> open file
-        self._file_of: dict[str, str] = {}  # tensor name -> file name
-        self._locations: dict[str, dict[str, Location]] = {}  # file name -> its tensors; filled at the first use
-        try:
-            self._open_shards()
-        except BaseException:
-            self.close()
-            raise
+        self._shards = Shards(path)
 
-    def _open_shards(self) -> None:
-        weight_map = _read_index(self.path)
-        file_of = self._file_of
-        for file_name in _shard_names(self.path, weight_map):
-            shard = _open_shard(self.path / file_name)
-            self._shards.append(shard)
-            for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                if name in file_of:
-                    where = f"{file_of[name]} and {file_name}"
-                    raise ModelError(f"{self.path}: tensor {name} is in two files, {where}; remove one of them.")
-                file_of[name] = file_name
-                self._shard_of[name] = shard
-        for name, file_name in weight_map.items():
-            if file_of.get(name) != file_name:
-                index = self.path / _INDEX
-                raise ModelError(f"{index}: lists {name} in {file_name}, where it is not; get the model again.")
+    @cached_property
+    def _quantised(self) -> QuantisedWeights:
+        """At the first use: a folder whose tokenizer alone is wanted may have any weights."""
+        return QuantisedWeights(QuantizationConfig.from_hf(self.config), self._shards)
 
     def names(self) -> list[str]:
-        return list(self._shard_of)
-
-    def _shard(self, name: str) -> Any:
-        if name not in self._shard_of:
-            raise ModelError(f"{self.path}: has no tensor {name}.")
-        return self._shard_of[name]
+        return self._quantised.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """ModelError for a tensor that is quantised: without its scales its numbers mean nothing."""
-        stored = self._shard(name).get_slice(name)
-        if stored.get_dtype() not in _DTYPES:
+        """ModelError for numbers that mean nothing alone."""
+        if name in self._quantised:
+            return self._quantised[name].shape
+        if (dtype := self._shards.dtype(name)) not in PLAIN_DTYPES:
             raise ModelError(
-                f"{self.path}: {name} is stored as {stored.get_dtype()}, not as plain numbers ({', '.join(_DTYPES)}); "
-                "this engine computes no quantised safetensors: get the 16-bit files of the model, or a GGUF file."
+                f"{self.path}: {name} is stored as {dtype}, not as plain numbers ({', '.join(PLAIN_DTYPES)}), and "
+                f"config.json has no quantization_config that says what it means; {REMEDY}."
             )
-        return tuple(stored.get_shape())
+        return self._shards.shape(name)
 
     def read(self, name: str) -> torch.Tensor:
-        try:
-            return self._shard(name).get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
+        packed = self.read_packed(name)
+        return self._shards.read(name) if packed is None else packed.expanded()
 
     def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        try:
-            stored = self._shard(name).get_slice(name)
-            return stored[start : start + length] if dim == 0 else stored[:, start : start + length]
-        except SafetensorError as error:
-            raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
+        cut = [slice(0, size) for size in self.shape(name)]
+        cut[dim] = slice(start, start + length)
+        if name in self._quantised:
+            return self._quantised[name].read(*cut).expanded()
+        return self._shards.read(name, *cut)
 
-    def location(self, name: str) -> Location:
+    def read_packed(self, name: str) -> PackedNumbers | None:
+        return self._quantised[name].read() if name in self._quantised else None
+
+    def packed_forms(self) -> dict[str, str]:
+        return {name: weight.form for name, weight in self._quantised.items()}
+
+    def read_blocks(self, name: str) -> StoredBlocks | None:
+        weight = self._quantised.get(name)
+        return weight.read_blocks() if isinstance(weight, FourBitWeight) else None
+
+    @cached_property
+    def _types(self) -> dict[str, str]:
+        weights = self._quantised.items()
+        found = {name: weight.block_type for name, weight in weights if isinstance(weight, FourBitWeight)}
+        return {name: kind for name, kind in found.items() if kind is not None}
+
+    def quantised_types(self) -> dict[str, str]:
+        return self._types
+
+    def unused(self) -> list[str]:
+        return self._quantised.unused
+
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        return self._quantised.kv_scales()
+
+    def location(self, name: str) -> Location | None:
         """For readers that must survive a file that shrinks under them: touching a mapping of it would be a SIGBUS."""
         shape = self.shape(name)
-        file_name = self._file_of[name]
-        if file_name not in self._locations:
-            self._locations[file_name] = read_locations(self.path / file_name)
-        found = self._locations[file_name].get(name)
+        if name in self._quantised:
+            return None
+        found = self._shards.location(name)
         if found is None or found.num_bytes != math.prod(shape) * found.dtype.itemsize:
-            raise ModelError(f"{self.path / file_name}: tensor {name} is not stored as plain numbers; convert it.")
+            raise ModelError(f"{self._shards.file(name)}: tensor {name} is not stored as plain numbers; convert it.")
         return found
 
     def load_tokenizer(self) -> Any:
         return load_tokenizer(self.path)
 
     def close(self) -> None:
-        self._shard_of.clear()
-        while self._shards:
-            self._shards.pop().__exit__(None, None, None)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ModelError(f"{path}: not valid JSON ({error}).") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object, not {type(value).__name__}.")
-    return value
+        self._shards.close()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -137,70 +111,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     gguf = sorted(file.name for file in folder.glob("*.gguf"))
     hint = f" Give one of its GGUF files instead: {', '.join(gguf)}." if gguf else ""
     raise ModelError(f"{path}: missing; a model folder needs one (Hugging Face format).{hint}")
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name; {} without an index. As in transformers, a single model.safetensors goes first."""
-    path = folder / _INDEX
-    if (folder / _SINGLE).is_file() or not path.is_file():
-        return {}
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{path}: weight_map must be an object of tensor name -> file name.")
-    for name, file_name in weight_map.items():
-        # Plain names only: an index must not reach out of its folder.
-        plain = isinstance(file_name, str) and file_name.endswith(".safetensors")
-        if not plain or any(sign in file_name for sign in ("/", "\\", ":", "\0")):
-            raise ModelError(f"{path}: {name} -> {file_name!r}: must name a .safetensors file in this folder.")
-    return weight_map
-
-
-def _shard_names(folder: Path, weight_map: dict[str, str]) -> list[str]:
-    if weight_map:
-        files = sorted(set(weight_map.values()))
-        missing = [name for name in files if not (folder / name).is_file()]
-        if missing:
-            names = ", ".join(missing[:5])
-            raise ModelError(f"{folder}: {len(missing)} of {len(files)} shards are missing: {names}; get them first.")
-        return files
-    if (folder / _SINGLE).is_file():
-        return [_SINGLE]
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
-    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLED)
-    if pickled and not files:
-        raise ModelError(
-            f"{folder}: holds {pickled[0]} but no safetensors. Pickled weights can run code and are never opened; "
-            "convert them to safetensors, or get the safetensors version of the model."
-        )
-    return files
-
-
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(str(path), framework="pt", device="cpu").__enter__()
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(f"{path}: not a whole safetensors file ({error}); get it again.") from error
-
-
-def read_locations(path: Path) -> dict[str, Location]:
-    """A safetensors file: the header's length (8 bytes, little-endian), the header (JSON), the data."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size)) if header_size <= size - 8 else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: its header cannot be read ({error}); get it again.") from error
-    locations = {}
-    for name, entry in header.items():
-        if name == "__metadata__" or entry.get("dtype") not in _DTYPES:
-            continue
-        start, stop = entry["data_offsets"]  # safe_open has checked that the header has this shape
-        if not (type(start) is type(stop) is int and 0 <= start <= stop <= size - 8 - header_size):
-            raise ModelError(f"{path}: {name} lies at {start}..{stop}, beyond the end of the file; get it again.")
-        locations[name] = Location(path, 8 + header_size + start, stop - start, _DTYPES[entry["dtype"]])
-    return locations
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.base import AttentionSpec, LatentSpec
 from nanovllm.attention.flash_backend import Kernels, find_kernels
 from nanovllm.attention.optional import load, major_version
 from nanovllm.attention.select import BACKENDS, attention_backend_info, select_backend
@@ -43,7 +43,7 @@ def refusal(name: str, spec: AttentionSpec = SPEC, device: Any = None, block_siz
 
 def test_order() -> None:
     assert tuple(backend.name for backend in BACKENDS) == ATTN_BACKENDS[1:]
-    assert ("auto", *ON_GPU, "native", "sdpa", "sdpa.math") == ATTN_BACKENDS
+    assert ("auto", *ON_GPU, "native", "sdpa", "sdpa.math", "triton.mla", "torch.mla") == ATTN_BACKENDS
 
 
 def test_auto_on_a_cpu() -> None:
@@ -88,6 +88,17 @@ def test_a_choice_that_cannot_run_is_an_error_with_the_reason(name: str) -> None
 def test_what_is_not_installed_is_named(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"attn_backend='{name}' cannot be used here: refused: {reason}"):
         select_backend(name, [replace(SPEC, dtype=torch.float16)], fakes.gpu(), 256)
+
+
+def test_latent_attention_has_backends_of_its_own() -> None:
+    latent = LatentSpec(16, 512, 128, 64, 128, torch.bfloat16, 0.1)
+    assert select_backend("auto", [latent], CPU, 16).backend.name == "torch.mla"
+    assert select_backend("auto", [latent], fakes.gpu(), 64).backend.name == "triton.mla"
+    assert select_backend("auto", [latent], fakes.gpu((7, 5)), 64).backend.name == "torch.mla"
+    with pytest.raises(ConfigError, match="'sdpa' cannot be used here: refused: computes no latent attention"):
+        select_backend("sdpa", [latent], CPU, 16)
+    with pytest.raises(ConfigError, match=r"'torch\.mla' cannot be used here: refused: computes only latent attention"):
+        select_backend("torch.mla", [SPEC], CPU, 16)
 
 
 def test_an_unknown_name() -> None:
@@ -200,7 +211,7 @@ def test_info_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     for words in ("Fake GPU", "9.0", "Hopper", "bfloat16", "flashinfer  refused: flashinfer is not installed"):
         assert words in printed
-    assert [line.split()[0] for line in printed.splitlines()[-7:]] == list(ATTN_BACKENDS[1:])
+    assert [line.split()[0] for line in printed.splitlines()[-9:]] == list(ATTN_BACKENDS[1:])
 
 
 def test_info_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.bench import compare_hf
+from nanovllm.bench import compare_hf, sampling
 from nanovllm.bench.workload import Lengths, WorkloadShape
 from nanovllm.errors import ModelError
 from tests.cli.runner import SMALL, Run
@@ -56,6 +56,24 @@ def test_latency(run: Run, args: Any) -> None:
     parts = found["startup"]["last"]
     assert parts["import"] > 0.1  # torch is imported in the child, and inside the measured time
     assert sum(parts.values()) < found["startup"]["mean"]
+
+
+def test_sampling(run: Run, args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case runs, the grammar too, which needs a tokenizer where the other benchmarks load none."""
+    workload = WorkloadShape(3, Lengths(3, 9), Lengths(6, 6)).draw(0, 100)
+    monkeypatch.setattr(sampling, "parse_workload", lambda *_: (workload, False))
+    result = run("bench", "sampling", *args, "--repeat", 1, "--cases", ",".join(sampling.CASES))
+    assert result.code == 0
+    check_report(result.last_json, "sampling")
+    assert [row["case"] for row in result.last_json["results"]] == [case.title for case in sampling.CASES.values()]
+    assert all(row["share"] > 0 for row in result.last_json["results"])
+
+
+@pytest.mark.parametrize("cases", ["", "a", "plain,,"])
+def test_cases_of_sampling_that_do_not_exist(run: Run, args: Any, cases: str) -> None:
+    result = run("bench", "sampling", *args, "--cases", cases)
+    assert result.code == 2
+    assert "must be of" in result.err
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3", "mixtral", "mixtral-window-sharded", "qwen3-moe"])

@@ -90,3 +90,16 @@ def test_experts_touched_are_counted_and_the_model_is_left_as_it_was(
     elsewhere = replace(engine.executor.probe(), _runner=None)  # as with ray: nothing of the model is in this process
     monkeypatch.setattr(engine.executor, "probe", lambda: elsewhere)
     assert count_touched(engine, Workload(prompts[:1], [2]), 0.6) is None
+
+
+def test_tied_routers_touch_as_many_experts_as_one_token(make_llm: Callable[..., LLM]) -> None:
+    """Of tokens, and of the limit: with all experts read, the card could not do what is measured."""
+    engine = make_llm(TINY_MIXTRAL).engine
+    engine.executor.probe().tie_routing()
+    top_k = engine.model_config.moe.top_k
+    assert count_touched(engine, Workload([[n, n + 1, n + 2] for n in range(24)], [4] * 24), 0) == top_k
+    facts = ModelFacts(ModelConfig.from_hf(json.loads((MODELS / "deepseek-v2-lite/config.json").read_text())))
+    workload, _ = parse_workload("64x512")
+    spread, tied = (limit_seconds(workload, facts, CEILINGS["NVIDIA H200"], tied=tied) for tied in (False, True))
+    assert workload.num_output_tokens / spread == pytest.approx(8346, rel=0.01)
+    assert tied < spread / 3

@@ -86,6 +86,40 @@ def test_measure(server: Running) -> None:
     assert server.engine.scheduler.blocks.num_hits > 0
 
 
+@pytest.mark.parametrize("clients", [1, 3, 20])
+def test_a_closed_loop(server: Running, clients: int) -> None:
+    """More clients than requests is fine. A client never has two requests at once."""
+    most, launch = 0, server.engine.add_request
+
+    def add_request(*args: Any, **kwargs: Any) -> None:
+        nonlocal most
+        launch(*args, **kwargs)
+        most = max(most, len(server.engine._requests))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.engine, "add_request", add_request)
+        load = Load(**{**BASE, "url": server.url, "clients": clients, "prefix_len": 4})
+        found, good = measure(ServerUnderTest.of(load), load)
+    assert (found["completed"], found["failed"], found["errors"]) == (12, 0, {})
+    assert {(one.num_tokens, one.num_prompt_tokens) <= (6, 24) for one in good} == {True}
+    assert sum(one.num_tokens for one in good) == 72
+    assert found["output_tokens_per_second"] == pytest.approx(72 / found["seconds"])
+    assert 0 < found["ttft"]["mean"] <= found["e2e"]["mean"]
+    assert found["send_delay"] is None
+    assert 1 <= most <= clients
+
+
+def test_failures_of_a_closed_loop_are_counted(server: Running) -> None:
+    load = Load(**{**BASE, "url": server.url, "seed": 2, "input_len": "140..170", "clients": 2})
+    fits = [len(prompt) + 6 <= 160 for prompt in load.prompts(random.Random(2))]
+    assert fits[0], "the first is tried before"
+    found, _ = measure(ServerUnderTest.of(load), load)
+    assert (found["completed"], found["failed"]) == (sum(fits), 12 - sum(fits))
+    assert 0 < sum(fits) < 12
+    with pytest.raises(ConfigError, match="clients=0"):
+        Load(clients=0)
+
+
 def test_failures_are_counted_not_hidden(server: Running) -> None:
     load = Load(
         **{**BASE, "url": server.url, "seed": 3, "input_len": "150..170"}

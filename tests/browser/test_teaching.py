@@ -107,9 +107,9 @@ def test_an_idle_engine_makes_no_tokens(page: Watched, server: Running) -> None:
     rate = page.page.locator("[data-plot=rate] output")
     page.until(lambda: rate.inner_text() == "0")
     with stopped_at_work(server, seed=5, count=4, steps=3):
-        page.until(lambda: page.page.evaluate("nanovllm.engine.history.series.rate.at(-1)") > 0)
+        page.until(lambda: page.page.evaluate("nanovllm.engine.history.series.rate.at(-1) ?? 0") > 0)
         page.until(lambda: rate.inner_text() == "0")  # paused
-    page.until(lambda: page.page.evaluate("nanovllm.engine.history.series.rate.at(-1)") > 0)
+    page.until(lambda: page.page.evaluate("nanovllm.engine.history.series.rate.at(-1) ?? 0") > 0)
     page.until(lambda: rate.inner_text() == "0")
 
 
@@ -253,8 +253,8 @@ def test_policies_and_the_convoy_are_explained_in_place(page: Watched, server: R
     page.until(lambda: all("ms" in text for text in figures.all_inner_texts()), 60)
     waits = [int(text.replace(",", "").removesuffix(" ms")) for text in figures.all_inner_texts()]
     widths = page.page.locator("[data-role=bars] i").evaluate_all("all => all.map(e => parseFloat(e.style.width))")
-    for wait, width in zip(waits, widths):
-        assert width == pytest.approx(100 * wait / max(waits), abs=2)
+    for wait, width in zip(waits, widths):  # figures are whole milliseconds, of which a fast machine needs few
+        assert width == pytest.approx(100 * wait / max(waits), abs=1 + 100 / max(waits))
     assert page.find("verdict").inner_text()
     page.find("convoy-close").click()
     assert not page.find("bars").is_visible()

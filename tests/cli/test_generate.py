@@ -189,6 +189,15 @@ def test_unknown_option_and_no_prompt(run: Run, args: Any) -> None:
     assert "only once" in run("generate", "-", "--file", "-", *args).err
 
 
+def test_what_can_be_refused_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    model = ("--model", tmp_path / "no-model")
+    for path in (tmp_path / "no" / "x", tmp_path, tmp_path / "notes.txt"):
+        for command in (("generate", "x"), ("serve",)):
+            assert f"error: --trace {path}: " in run(*command, *model, "--trace", path).err
+    assert "n=2: a conversation has one answer" in run("chat", *model, "--n", 2).err
+
+
 def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from nanovllm import RequestError
 

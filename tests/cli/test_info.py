@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nanovllm import LLM
+from nanovllm.ops.native.build import load_library
 from tests.cli.runner import SMALL, Run
 from tests.tiny_models import TinyModel
 
 
-def test_facts_equal_the_real_engine(run: Run, llama: TinyModel) -> None:
-    facts = run("info", "--model", llama.path, *SMALL, "--json").last_json
-    with LLM(str(llama.path), device="cpu", max_num_seqs=8, num_kvcache_blocks=64, max_num_batched_tokens=64) as llm:
+@pytest.mark.parametrize("kind", ["auto", "float16", "int8"])
+def test_facts_equal_the_real_engine(run: Run, llama: TinyModel, kind: str) -> None:
+    if isinstance(load_library(), str) and kind != "auto":
+        pytest.skip("no C compiler")
+    facts = run("info", "--model", llama.path, *SMALL, "--kv-cache-dtype", kind, "--json").last_json
+    options = {"device": "cpu", "max_num_seqs": 8, "num_kvcache_blocks": 64, "max_num_batched_tokens": 64}
+    with LLM(str(llama.path), kv_cache_dtype=kind, **options) as llm:
         runs_on = llm.engine.describe()["runs_on"]
         assert facts["model"]["max_model_len"] == llm.engine.max_model_len
     assert facts["attention_backends"] == runs_on["attn_reasons"]
     assert facts["memory_plan"]["kv_bytes"] == runs_on["kv_bytes"]
     assert facts["memory_plan"]["kv_blocks"] == runs_on["kv_blocks"] == 64
     assert facts["model"]["num_parameters"] == sum(p.numel() for p in llama.load_hf().parameters())
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+def test_weights_take_what_the_engine_says(run: Run, llama: TinyModel, make_llm: Callable[..., LLM], kind: str) -> None:
+    if isinstance(load_library(), str) and kind != "none":
+        pytest.skip("no C compiler")
+    facts = run("info", "--model", llama.path, *SMALL, "--quantization", kind, "--json").last_json
+    assert facts["model"]["quantization"] == kind
+    assert facts["model"]["weight_bytes"] == make_llm(quantization=kind).engine.describe()["runs_on"]["weight_bytes"]
+
+
+def test_whether_quantised_products_can_be_computed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = run("info", "--model", "missing", "--device", "cpu", "--json").last_json["hardware"]["quantised_products"]
+    assert said in ("plain C", "AVX2", "AVX-VNNI", "AVX-512 VNNI", "NEON with dot product") or said.startswith("no: ")
+    monkeypatch.setenv("NANOVLLM_NATIVE", "0")
+    load_library.cache_clear()
+    try:
+        said = run("info", "--model", "missing", "--device", "cpu", "--json").last_json["hardware"][
+            "quantised_products"
+        ]
+        assert said.startswith("no: products with quantised weights need compiled C code")
+        assert "leave that out" in said
+    finally:
+        load_library.cache_clear()
 
 
 def test_cache_on_a_cpu_is_planned_as_the_engine_does(run: Run, llama: TinyModel) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from nanovllm.cli.plan import make_estimate
 from nanovllm.config import EngineConfig
-from nanovllm.errors import ModelError
+from nanovllm.errors import ConfigError, ModelError
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.options import PlanOptions
 from tests.cli.runner import Run
@@ -73,6 +73,18 @@ def test_the_settings_are_a_command_that_parses(run: Run) -> None:
         )
     assert (config.expert_placement, config.expert_host_gb, config.dtype) == ("offload", 40, "float16")
     assert (config.gpu_memory_gb, config.max_model_len, config.max_num_batched_tokens) == (11, 4096, 2048)
+
+
+def test_a_kv_cache_in_8_bit_floats(run: Run) -> None:
+    model = ("--model", MODELS / "qwen3-8b", "--gpu-memory-gb", "21", "--host-memory-gb", "64")
+    plain, small = plan_json(run, *model), plan_json(run, *model, "--kv-cache-dtype", "fp8")
+    assert (plain["kv_bytes_per_token"], small["kv_bytes_per_token"]) == (36 * 2 * 1024 * 2, 36 * 2 * 1024)
+    longest = [record["tiers"]["longest_context"] for record in (plain, small)]
+    assert longest[1] == pytest.approx(2 * longest[0], rel=0.01)
+    assert small["settings"]["kv_cache_dtype"] == "fp8"
+    assert "kv_cache_dtype" not in plain["settings"]
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': .* is for CPUs"):
+        make_estimate(PlanOptions(model=str(MODELS / "qwen3-8b"), kv_cache_dtype="int8"))
 
 
 def test_json(run: Run, tmp_path: Path) -> None:
@@ -321,6 +333,35 @@ def test_experts_on_several_gpus(run: Run) -> None:
     refused = run("plan", *small, "--expert-parallel-size", 4)
     assert refused.code == 1  # spread experts stay on the GPUs
     assert "are missing" in refused.out
+
+
+def test_redundant_experts(run: Run) -> None:
+    """One more expert a layer on each of eight GPUs, and a buffer for the two that a layer has there then."""
+    args, expert = ("--model", MIXTRAL, *LARGE, "--tensor-parallel-size", 8, "--expert-parallel-size", 8), 352_321_536
+    plain = plan_json(run, *args)
+    moving = plan_json(run, *args, "--enable-eplb")
+    record = plan_json(run, *args, "--enable-eplb", "--num-redundant-experts", 8)
+    assert [found["redundant_experts"] for found in (plain, moving, record)] == [0, 0, 32]
+    assert [found["spare_bytes"] for found in (plain, moving, record)] == [0, expert, 2 * expert]
+    assert [found["tiers"]["resident_experts"] for found in (plain, moving, record)] == [32, 32, 64]
+    sizes = [found["tiers"]["resident_bytes"] for found in (plain, moving, record)]
+    assert sizes == [32 * expert, 33 * expert, 66 * expert]
+    block = 64 * record["kv_bytes_per_token"]
+    lost = plain["tiers"]["kv_bytes"] - record["tiers"]["kv_bytes"]
+    assert abs(lost - 34 * expert) < block, "the KV cache has less by just that"
+    assert record["settings"]["enable_eplb"] is True
+    assert record["settings"]["num_redundant_experts"] == 8
+    assert "--enable-eplb --num-redundant-experts 8" in record["command"]
+    out = run("plan", *args, "--enable-eplb", "--num-redundant-experts", 8).out
+    assert "64, 32 of them redundant" in out
+    assert "spare expert buffer" in out
+    assert "experts a layer of 0.33 GiB" in out, "the spare buffer is not in the mean"
+    small = run("plan", "--model", MIXTRAL, "--gpu-memory-gb", 11, *args[-4:], "--enable-eplb")
+    assert small.code == 1
+    assert "32 experts 10.83 GiB (0 redundant, a spare buffer of 0.33 GiB)" in small.out
+    assert "16 such GPUs hold it" in small.out, "without eplb: experts that are cut do not move"
+    for wrong in (("--num-redundant-experts", 8), ("--enable-eplb", "--num-redundant-experts", 6)):
+        assert run("plan", *args, *wrong).code != 0
 
 
 def test_a_table_says_what_does_not_divide_and_what_does_not_fit(run: Run, tmp_path: Path) -> None:

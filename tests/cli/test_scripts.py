@@ -19,7 +19,7 @@ if [ "$1 $2" = "-m venv" ]; then
     target="${{@: -1}}"; mkdir -p "$target/bin"; cp "$0" "$target/bin/python"; exit
 fi
 if [ "$1 $2 $3" = "-m pip install" ]; then echo "install ${{@: -1}}" >>"$LOG"; exit "${{PIP_CODE:-0}}"; fi
-if [ "$1 $2" = "-m pip" ]; then exit 0; fi
+if [ "$1 $2" = "-m pip" ]; then if [ -n "${{LOG_PIP:-}}" ]; then echo "pip $3" >>"$LOG"; fi; exit 0; fi
 if [ "$1" = "-m" ]; then
     shift; echo "ran $*" >>"$LOG"
     case " $FAILING " in *" $1 "*) exit 1 ;; esac
@@ -71,13 +71,21 @@ def test_demo_installs_once(clone: Clone) -> None:
     answer = "ran nanovllm generate Why is the sky blue? --max-tokens 8"
     args = ("scripts/demo.sh", "Why is the sky blue?", "--max-tokens", "8")
     assert clone.run(*args)[:2] == (0, ["venv", f"install {clone.root}", answer])
-    assert clone.run(*args)[:2] == (0, [answer])
+    assert clone.run(*args, LOG_PIP="1")[:2] == (0, [answer])  # and pip, half a second to import, is not started
     (clone.root / "pyproject.toml").write_text("[project]\nname = 'changed'\n")
     assert clone.run(*args)[:2] == (0, [f"install {clone.root}", answer])
 
 
 def test_demo_without_a_question_asks_one(clone: Clone) -> None:
     assert clone.run("scripts/demo.sh")[1][-1] == "ran nanovllm generate What is the capital of France?"
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_of_the_demo_installs_nothing(clone: Clone, option: str) -> None:
+    code, done, said = clone.run("scripts/demo.sh", option)
+    assert (code, done) == (0, [])
+    assert "scripts/demo.sh --serve" in said
+    assert "set -e" not in said
 
 
 def test_failed_install_is_redone(clone: Clone) -> None:

@@ -148,7 +148,7 @@ def test_what_the_file_may_say(
         ("temperature", "hot", "'hot'"), ("temperature", float("nan"), "nan"), ("temperature", -1, "-1"),
         ("temperature", True, "True"), ("temperature", float("inf"), "inf"), ("top_k", -7, "-7"), ("top_k", 2.5, "2.5"),
         ("top_k", [20], "[20]"), ("top_p", 0, "0"), ("top_p", 1.5, "1.5"), ("min_p", "0.1", "'0.1'"),
-        ("repetition_penalty", 0, "0"), ("repetition_penalty", {}, "{}"), ("max_new_tokens", 0, "0"),
+        ("repetition_penalty", 0, "0"), ("repetition_penalty", {"a": 1}, "{'a': 1}"), ("max_new_tokens", 0, "0"),
         ("max_new_tokens", -5, "-5"), ("max_new_tokens", "20", "'20'"), ("temperature", "x" * 10_000, "'xxx"),
         ("top_k", 10**400, "1000"),
     ],

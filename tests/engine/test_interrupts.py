@@ -3,6 +3,7 @@ afterwards, the next answers are right and every block is free."""
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -12,13 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, EngineDeadError, SamplingParams
+from nanovllm.scheduling.plan import StepPlan
 from tests.tiny_models import NEW_TOKENS, TinyModel
 
 MakeLLM = Callable[..., LLM]
@@ -30,15 +32,24 @@ CHOSEN = [5, 2, 5, 7, 3]  # prompts; one comes twice and shares the blocks of th
 Place = tuple[str, int]  # (file, line)
 
 
+@functools.cache
+def lines_of(code: CodeType) -> frozenset[int | None]:
+    return frozenset(line for _, _, line in code.co_lines())
+
+
 class Tracer:
-    """Counts how often each line of the loop runs, and raises at one of these moments."""
+    """Counts how often each line of the loop runs, and raises at one of these moments. To reach one it watches only the
+    function that has the line: to watch all takes longer than what they do."""
 
     def __init__(self, place: Place | None = None, hit: int = 1, files: tuple[str, ...] = LOOP) -> None:
         self.hits: Counter[Place] = Counter()
         self._place, self._hit, self._files = place, hit, files
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(self._files) else None
+        code = frame.f_code
+        if self._place is not None and (code.co_filename != self._place[0] or self._place[1] not in lines_of(code)):
+            return None
+        return self._line if code.co_filename.startswith(self._files) else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -124,7 +135,8 @@ def test_an_interrupt_while_requests_are_aborted(llm: LLM, llama: TinyModel) -> 
     assert_right(llm, llama)
 
 
-def generate_until_interrupted(llm: LLM, prompts: list[Any]) -> None:
+def generate_until_interrupted(llm: LLM, prompts: list[Any], timer: threading.Timer) -> None:
+    timer.start()
     while True:
         llm.generate(prompts, GREEDY, use_tqdm=False)
 
@@ -143,15 +155,35 @@ def test_ctrl_c_from_the_outside_comes_between_two_steps(llm: LLM, llama: TinyMo
     try:
         for _ in range(10):
             timer = threading.Timer(pick.uniform(0, whole), os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
             with pytest.raises(KeyboardInterrupt):
-                generate_until_interrupted(llm, prompts)
+                generate_until_interrupted(llm, prompts, timer)
             timer.join()
             assert_right(llm, llama)
     finally:
         signal.signal(signal.SIGINT, before)
     assert not clears
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_during_the_last_step_is_not_lost(llm: LLM, llama: TinyModel) -> None:
+    """The call is complete, but a script that makes another one must not go on."""
+    step = llm.engine.step
+
+    def press_at_the_end() -> Any:
+        deltas = step()
+        if not llm.engine.has_unfinished_requests():
+            os.kill(os.getpid(), signal.SIGINT)
+        return deltas
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    llm.engine.step = press_at_the_end  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([llama.prompts[0]], GREEDY, use_tqdm=False)
+    finally:
+        llm.engine.step = step  # type: ignore[method-assign]
+        signal.signal(signal.SIGINT, before)
+    assert_right(llm, llama)
 
 
 def test_a_handler_of_the_callers_stays(llm: LLM, llama: TinyModel) -> None:
@@ -195,3 +227,33 @@ def test_two_threads_may_generate(llm: LLM, llama: TinyModel) -> None:
         thread.join()
     assert found == {number: [llama.tokens[i] for i in CHOSEN] for number in range(4)}
     assert_right(llm, llama)
+
+
+def test_closing_from_another_thread(make_llm: MakeLLM, llama: TinyModel) -> None:
+    """A step that runs is finished first; what was completed is not lost."""
+    llm = make_llm()
+    launch, started, errors = llm.engine.executor.launch, threading.Event(), []
+
+    def slow(plan: StepPlan) -> Any:
+        if plan.step_id > 4:  # the short request has ended
+            started.set()
+            time.sleep(0.05)
+        return launch(plan)
+
+    def work() -> None:
+        params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (1, 90)]
+        try:
+            llm.generate(llama.prompts[:2], params, use_tqdm=False)
+        except BaseException as error:
+            errors.append(error)
+
+    llm.engine.executor.launch = slow  # type: ignore[method-assign]
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(60)
+    llm.close()
+    thread.join()
+    [error] = errors
+    assert isinstance(error, EngineDeadError)
+    assert "closed while this request ran" in str(error)
+    assert list(error.finished) == [0]

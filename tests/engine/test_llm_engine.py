@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,20 @@ def test_the_cache_holds_little_more_than_the_tokens(make_llm: MakeLLM, llama_co
         assert engine.scheduler.blocks.num_used == sum(-(-n // 16) for n in held)
     assert engine.stats.peak_blocks > 200
     assert engine.stats.peak_waste < 1.04
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_told(make_llm: MakeLLM, llama: TinyModel) -> None:
+    """It would wait for ever for threads that it does not have."""
+    llm = make_llm()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([llama.prompts[0]], GREEDY, use_tqdm=False)
+        except EngineDeadError as error:
+            os._exit(0 if "spawn" in str(error) else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert_sound(llm.engine, llama)

@@ -19,6 +19,7 @@ from nanovllm import LLM, ConfigError, ModelError, SamplingParams
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.select import BACKENDS
 from nanovllm.ops.native.build import load_library
+from nanovllm.runner import kv_cache
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.loader import load_weights
@@ -314,6 +315,15 @@ def test_a_cpu_cache_is_no_larger_than_can_be_used(make_llm: MakeLLM) -> None:
         make_llm(num_kvcache_blocks=None, cpu_kvcache_gb=1e-6)
 
 
+def test_a_process_without_memory_for_the_cache(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(kv_cache.np, "zeros", refuse)
+    with pytest.raises(ConfigError, match=r"no memory for a KV cache of \d.*cpu_kvcache_gb .*ulimit -v"):
+        make_llm()
+
+
 AUTO = "sdpa" if isinstance(load_library(), str) else "native"  # native needs a C compiler
 
 
@@ -325,14 +335,13 @@ def test_the_backend_that_is_reported_is_the_one_that_runs(
     make_llm: MakeLLM, llama: TinyModel, monkeypatch: pytest.MonkeyPatch, wanted: str, runs: str
 ) -> None:
     ran: set[str] = set()
-    for backend in BACKENDS:
-        attend = backend.attend
+    for kind in {type(backend) for backend in BACKENDS if "attend" in vars(type(backend))}:
 
-        def watched(*args: Any, name: str = backend.name, attend: Any = attend) -> torch.Tensor:
-            ran.add(name)
-            return attend(*args)
+        def watched(self: Any, *args: Any, attend: Any = kind.attend) -> torch.Tensor:
+            ran.add(self.name)
+            return attend(self, *args)
 
-        monkeypatch.setattr(backend, "attend", watched)
+        monkeypatch.setattr(kind, "attend", watched)
     llm = make_llm(attn_backend=wanted)
     llm.generate(llama.prompts[:3], GREEDY, use_tqdm=False)
     description = llm.engine.describe()

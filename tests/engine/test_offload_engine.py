@@ -21,6 +21,7 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.cli.plan import PlanOptions, make_estimate
 from nanovllm.config import EngineConfig
 from nanovllm.hardware.device import Device
+from nanovllm.hardware.host import resident_bytes
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
@@ -394,9 +395,9 @@ def test_engines_side_by_side(facts: Find, resident: Resident) -> None:
         llm.close()
 
 
-def resident_bytes() -> int:
+def collected_bytes() -> int:
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident_bytes()
 
 
 def test_opening_and_closing_leaks_nothing(facts: Find) -> None:
@@ -410,12 +411,12 @@ def test_opening_and_closing_leaks_nothing(facts: Find) -> None:
 
     for number in range(6):
         cycle(number)
-    files, before = sorted(os.listdir("/proc/self/fd")), resident_bytes()
+    files, before = sorted(os.listdir("/proc/self/fd")), collected_bytes()
     for number in range(20):
         cycle(number)
     gc.collect()
     assert sorted(os.listdir("/proc/self/fd")) == files
-    assert resident_bytes() - before < 30 << 20
+    assert collected_bytes() - before < 30 << 20
 
 
 # ---- metrics and log -------------------------------------------------------------------------------------------------

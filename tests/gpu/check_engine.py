@@ -67,6 +67,10 @@ def tiny_model(folder: Path, family: str) -> Path:
         "bos_token_id": None,
         "pad_token_id": None,
     }
+    if family.startswith("Deepseek"):  # V3's published sizes of a head; 4 heads, of which a latent serves all
+        common |= {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 96}
+        common |= {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "n_group": 4}
+        common |= {"topk_group": 2, "initializer_range": 0.1}
     config = getattr(transformers, f"{family}Config")(**common)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.save_pretrained(folder / family)

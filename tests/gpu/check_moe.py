@@ -1,9 +1,9 @@
 """Checks the mixture-of-experts kernels on a GPU: `python tests/gpu/check_moe.py [--quick] [--only WORDS] [--out DIR]`.
 
 Dense and low-rank experts against the fp32 twin around every boundary and in every dtype; graphs replayed with another
-routing; several passes against one, bit for bit; a pool beyond 2^31 elements. A failing job is recorded and the rest
-goes on. Compilation dominates, so --workers processes run the jobs once before, only for Triton's cache. JSON goes to
---out. Speed: `nanovllm bench moe`.
+routing; several passes against one, bit for bit; a pool beyond 2^31 elements; the load of experts by layer. A failing
+job is recorded and the rest goes on. Compilation dominates, so --workers processes run the jobs once before, only for
+Triton's cache. JSON goes to --out. Speed: `nanovllm bench moe`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.hardware.graphs import capture_graph
 from nanovllm.ops import moe
 from nanovllm.ops.triton import moe_align, moe_experts, moe_route
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
 TOKENS = (1, 2, 3, 5, 15, 16, 17, 63, 64, 65, 130, 512, 513, 2100)
 
 
@@ -185,9 +187,27 @@ def check_route() -> float:
     return worst
 
 
+def check_load() -> None:
+    """Tokens by layer and expert, counted after captured steps: as many as on a CPU, and nearly the same ones (a near
+    tie may go the other way)."""
+    prompts = [{"prompt_token_ids": list(range(5, 5 + size))} for size in (1, 3, 17, 70, 130)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = {}
+    for device in ("cuda", "cpu"):
+        options = {"dtype": "float32", "max_num_seqs": 8, "num_kvcache_blocks": 64, "decode_steps": 8}
+        with LLM(str(TINY), device=device, enable_prefix_caching=False, **options) as llm:
+            llm.engine.executor.expert_load()
+            llm.generate(prompts, params, use_tqdm=False)
+            found[device] = torch.tensor(llm.engine.executor.expert_load())
+    on_gpu, on_cpu = found["cuda"], found["cpu"]
+    assert torch.equal(on_gpu.sum(1), on_cpu.sum(1)), (on_gpu.sum(1), on_cpu.sum(1))
+    assert (on_gpu - on_cpu).abs().sum() < 0.1 * on_cpu.sum()
+
+
 def all_jobs(quick: bool) -> dict[str, Callable[[], float | None]]:
     jobs: dict[str, Callable[[], float | None]] = {"route and sum": check_route, "align": check_align}
     jobs["far buffer"] = check_far_buffer
+    jobs["load of experts"] = check_load
     for name, shape in SHAPES.items():
         for dtype in (BF16,) if quick else (BF16, FP16, FP32):
             jobs[f"experts {name} {str(dtype)[6:]}"] = partial(check_experts, shape, dtype)

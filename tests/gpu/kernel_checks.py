@@ -6,17 +6,18 @@
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from nanovllm.ops import activation, norm
+from nanovllm.ops import activation, mla, norm
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import decode_state, gemv, qk_norm_rope
+from nanovllm.ops.triton import decode_state, gemv, mla_decode, mla_prefill, mla_rope, qk_norm_rope
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
@@ -71,6 +72,60 @@ def check_decode(dtype, head_dim, group, block_size, launch, window=None, by_hea
         return max_error(got, expected, dtype)
 
     return run
+
+
+def check_mla_decode(dtype, heads, block_size, num_splits):
+    def run() -> float:
+        lens = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 257, 1000, 2049, 0]
+        cache, _, context_lens, tables = paged_cache(lens, block_size, 1, 576, dtype, device=DEVICE)
+        cache, scale = cache[:, :, 0], 192**-0.5
+        q = rand(heads, len(lens), 512, dtype=dtype, scale=0.5).transpose(0, 1)
+        q_pe = rand(len(lens), heads, 64, dtype=dtype)
+        launch = mla_decode.fit_launch(
+            mla_decode.choose_launch(len(lens), 4096, 132), q.element_size(), capability(q.device)
+        )
+        launch = replace(launch, num_splits=num_splits)
+        got = mla_decode.latent_decode(q, q_pe, cache, context_lens, tables, scale, 4096, launch)
+        expected = mla.latent_decode(q.float(), q_pe.float(), cache.float(), context_lens, tables, scale)
+        return max_error(got, expected, dtype)
+
+    return run
+
+
+def check_mla_prompt(dtype):
+    def run() -> float:
+        new, prefix = [1, 63, 64, 65, 200, 129, 0, 700], [0, 5, 64, 130, 0, 1000, 3, 1]
+        starts, prefix_starts = (
+            torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE) for lens in (new, prefix)
+        )
+        q_nope, q_pe = rand(sum(new), 16, 192, dtype=dtype).split((128, 64), dim=2)
+        worst = 0.0
+        for lens, key_starts, causal in ((new, starts, True), (prefix, prefix_starts, False)):
+            kv, k_pe = rand(sum(lens), 16, 256, dtype=dtype), rand(sum(lens), 576, dtype=dtype)[:, 512:]
+            rest = (starts, key_starts, 192**-0.5, causal)
+            got, logsum = mla_prefill.latent_piece(q_nope, q_pe, kv, k_pe, *rest)
+            expected, sums = mla.latent_piece(*(t.float() for t in (q_nope, q_pe, kv, k_pe)), *rest)
+            seen = sums.isfinite()
+            assert torch.equal(seen, logsum.isfinite())
+            worst = max(worst, max_error(got, expected, dtype), max_error(logsum[seen], sums[seen], dtype))
+        return worst
+
+    return run
+
+
+def check_mla_rope() -> float:
+    worst = 0.0
+    for dtype, heads, tokens, interleaved in ((BF16, 16, 5, True), (BF16, 128, 300, True), (FP32, 17, 33, False)):
+        q_pe, kv = rand(tokens, heads, 192, dtype=dtype)[..., 128:], rand(tokens, 3072 + 576, dtype=dtype)[:, 3072:]
+        weight, angles = rand(512, dtype=dtype), rand(4096, 32, dtype=FP32)
+        table = torch.cat((angles.cos(), angles.sin()), 1)
+        positions, slots = torch.randint(0, 4096, (tokens,), device=DEVICE), torch.randperm(320, device=DEVICE)[:tokens]
+        stored = [torch.zeros(5, 64, 576, dtype=dtype, device=DEVICE) for _ in range(2)]
+        args = (q_pe, kv, weight, 1e-6, table, positions)
+        got = (*mla_rope.latent_rope(*args, stored[0], slots, interleaved), stored[0])
+        expected = (*mla.latent_rope(*args, stored[1], slots, interleaved), stored[1])
+        worst = max(worst, *(max_error(a, b, dtype) for a, b in zip(got, expected)))
+    return worst
 
 
 def check_norm() -> float:
@@ -198,4 +253,8 @@ def check_jobs() -> list[tuple[str, Callable[[], float]]]:
     jobs.append(("prefill window", check_prefill(BF16, 128, 2, 64, window=100)))
     jobs.append(("prefill window gather", check_prefill(BF16, 128, 2, 16, window=100)))
     jobs.append(("decode window", check_decode(BF16, 128, 2, 64, Launch(4), window=100)))
+    jobs += [("mla rope", check_mla_rope), *((f"mla prompt {str(d)[6:]}", check_mla_prompt(d)) for d in (BF16, FP32))]
+    for dtype, heads, size, splits in ((BF16, 16, 64, 1), (BF16, 16, 16, 8), (FP16, 128, 256, 4), (FP32, 20, 64, 2)):
+        label = f"mla decode {str(dtype)[6:]} h{heads} bs{size} s{splits}"
+        jobs.append((label, check_mla_decode(dtype, heads, size, splits)))
     return [(f"check {name}", run) for name, run in jobs]

@@ -16,7 +16,7 @@ from kernel_checks import BF16, DEVICE, rand
 
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import gemv, qk_norm_rope
+from nanovllm.ops.triton import gemv, mla_decode, mla_prefill, qk_norm_rope
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
@@ -81,6 +81,34 @@ def time_decode(batch, length, block_size=BLOCK_SIZE):
             lambda layer=layer: decode.decode_attention(q, *layer, HEAD_DIM**-0.5, launch, out=out) for layer in layers
         ]
         return Timed(calls, num_bytes=num_bytes)
+
+    return build
+
+
+def time_mla_decode(batch, length, heads=16):
+    """DeepSeek-V2-Lite: what is read are the latents, 1,152 bytes a token."""
+
+    def build() -> Timed:
+        num_bytes = batch * length * 576 * 2
+        layers = [paged_cache([length] * batch, BLOCK_SIZE, 1, 576, BF16, device=DEVICE) for _ in copies(num_bytes)]
+        q, q_pe = rand(heads, batch, 512).transpose(0, 1), rand(batch, heads, 64)
+        calls = [
+            lambda layer=layer: mla_decode.latent_decode(q, q_pe, layer[0][:, :, 0], *layer[2:], 0.07, 4096)
+            for layer in layers
+        ]
+        return Timed(calls, num_bytes=num_bytes)
+
+    return build
+
+
+def time_mla_prompt(batch, length, heads=16):
+    def build() -> Timed:
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=DEVICE)
+        q_nope, q_pe = rand(batch * length, heads, 192).split((128, 64), dim=2)
+        kv, k_pe = rand(batch * length, heads, 256), rand(batch * length, 576)[:, 512:]
+        flops = 2 * (192 + 128) * heads * batch * length * (length + 1) / 2
+        call = lambda: mla_prefill.latent_piece(q_nope, q_pe, kv, k_pe, starts, starts, 0.07, True)  # noqa: E731
+        return Timed([call], flops=flops)
 
     return build
 
@@ -201,6 +229,8 @@ def timing_jobs() -> Builds:
     jobs += [(f"prefill {batch}x{length} SDPA dense", time_sdpa(batch, length)) for batch, length in PREFILL_SHAPES]
     jobs += [(f"decode {batch}x{length}", time_decode(batch, length)) for batch, length in DECODE_SHAPES]
     jobs += [("prefill 8x2048 bs16", time_prefill(8, 2048, 16)), ("decode 256x840 bs16", time_decode(256, 840, 16))]
+    jobs += [(f"mla decode {b}x{n}", time_mla_decode(b, n)) for b, n in ((32, 4096), *DECODE_SHAPES)]
+    jobs += [(f"mla prompt {b}x{n}", time_mla_prompt(b, n)) for b, n in PREFILL_SHAPES]
     jobs += linear_jobs()
     for rows in (1, 64, 256):
         jobs.append((f"sampling {rows} rows", time_sampling(rows)))

@@ -129,20 +129,23 @@ def test_auto_takes_the_better_side_of_w2(calib_path: Path, tmp_path: Path) -> N
 SHAPES: list[dict[str, Any]] = [{}, {"w2_mode": "output"}, {"w2_mode": "input"}]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_predicted_bytes_are_those_that_are_kept(calib_path: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "options"), list(zip(SHAPES, ({"target_ratio": 0.2}, {"rank": 5}, {"target_ratio": 0.2})))
+)
+def test_the_predicted_bytes_are_those_that_are_kept(
+    calib_path: Path, tmp_path: Path, shape: dict[str, Any], options: dict[str, Any]
+) -> None:
     """U included; with `auto` the larger side is the bound."""
-    for options in ({"rank": 5}, {"target_ratio": 0.2}):
-        how = dataclasses.replace(FP32, **options, **shape)
-        with opened() as model:
-            job = distill.prepare_job(model, calib_path, tmp_path / "none", how)
-            predicted = kept_share(model, job.svd_ranks, how)
-        found = make(calib_path, tmp_path / "svd", **options, **shape)
-        assert found.kept <= predicted
-        assert shape == {} or found.kept == pytest.approx(predicted)
-        assert "rank" in options or 0.18 < predicted <= 0.2
-        size = sum(path.stat().st_size for path in (tmp_path / "svd").rglob("*.safetensors"))
-        assert found.kept * 4 * 8 * 3 * 128 * 256 * 4 == pytest.approx(size, rel=0.05)  # headers
+    how = dataclasses.replace(FP32, **options, **shape)
+    with opened() as model:
+        job = distill.prepare_job(model, calib_path, tmp_path / "none", how)
+        predicted = kept_share(model, job.svd_ranks, how)
+    found = make(calib_path, tmp_path / "svd", **options, **shape)
+    assert found.kept <= predicted
+    assert shape == {} or found.kept == pytest.approx(predicted)
+    assert "rank" in options or 0.18 < predicted <= 0.2
+    size = sum(path.stat().st_size for path in (tmp_path / "svd").rglob("*.safetensors"))
+    assert found.kept * 4 * 8 * 3 * 128 * 256 * 4 == pytest.approx(size, rel=0.05)  # headers
 
 
 def test_ranks_for_a_ratio(calibration: Calibration, tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from nanovllm.lowrank.compress.evaluate import measure
 from nanovllm.lowrank.compress.stream import run_model
 from nanovllm.lowrank.compress.text import Windows
 from tests.lowrank.rig import TRAINED, opened
-from tests.tiny_models import MOE_VARIANTS, VARIANTS, hf_logprobs, hf_model, random_prompts
+from tests.tiny_models import DEEPSEEK_VARIANTS, MOE_VARIANTS, VARIANTS, hf_logprobs, hf_model, random_prompts
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, object]]:
     def save(name: str) -> tuple[Path, object]:
         folder = tmp_path_factory.mktemp(name)
-        variant = {**VARIANTS, **MOE_VARIANTS}[name]
+        variant = {**VARIANTS, **MOE_VARIANTS, **DEEPSEEK_VARIANTS}[name]
         model = hf_model(variant, 1)
         model.save_pretrained(folder, **variant.save)
         return folder, model
@@ -29,7 +29,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "mixtral-window-sharded", "qwen3-moe-renormalised", "qwen3-moe-dense-layers"]
+    "name",
+    [
+        "mixtral",
+        "mixtral-window-sharded",
+        "qwen3-moe-renormalised",
+        "qwen3-moe-dense-layers",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+    ],
 )
 def test_logits_are_those_of_transformers(saved: Callable[[str], tuple[Path, object]], name: str) -> None:
     folder, reference = saved(name)

@@ -83,7 +83,7 @@ def tiny_config(architecture: str, **more: Any) -> dict[str, Any]:
         "architectures": [architecture],
         "vocab_size": 96,
         "hidden_size": 64,
-        "intermediate_size": 80,
+        "intermediate_size": 96,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -91,6 +91,10 @@ def tiny_config(architecture: str, **more: Any) -> dict[str, Any]:
         "max_position_embeddings": 128,
         **more,
     }
+
+
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+LATENT |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
 
 
 @pytest.mark.parametrize(
@@ -107,26 +111,47 @@ def tiny_config(architecture: str, **more: Any) -> dict[str, Any]:
                     moe_intermediate_size=32, attention_bias=True),
         tiny_config("Qwen3MoeForCausalLM", model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2,
                     moe_intermediate_size=32, mlp_only_layers=[1]),
+        tiny_config("DeepseekV2ForCausalLM", **LATENT),
+        tiny_config("DeepseekV3ForCausalLM", **LATENT, q_lora_rank=20, n_group=2, topk_group=1),
     ],
     ids=lambda config: config["architectures"][0],
 )  # fmt: skip
 def test_parameters_are_those_of_the_model_as_built(config: dict[str, Any]) -> None:
+    from nanovllm.attention.base import attention_specs
     from nanovllm.attention.select import select_backend
     from nanovllm.hardware.device import Device
     from nanovllm.hardware.parallel import Parallel
     from nanovllm.layers.build import Build
+    from nanovllm.layers.packed import format_of, packed_weights
     from nanovllm.models.registry import find_family
-    from nanovllm.models.transformer import Parts, attention_specs
+    from nanovllm.models.transformer import Parts
     from nanovllm.ops.opset import choose_ops
+    from nanovllm.ops.quant import BLOCK, FORMATS, LANES
+    from nanovllm.runner.kv_cache import block_bytes
 
     parsed = ModelConfig.from_hf(config)
     device = Device.choose("cpu")
-    backend = select_backend("sdpa", attention_specs(parsed, torch.float32, Parallel()), device, 16).backend
+    backend = select_backend("auto", attention_specs(parsed, torch.float32, Parallel()), device, 16).backend
     build = Build(torch.float32, torch.device("meta"), choose_ops(False, torch.float32), Parallel())
     built = find_family(parsed)(parsed, Parts(build, backend, 64))
     num = sum(parameter.numel() for parameter in built.parameters())
     model = ModelFacts(parsed, itemsize=4)
     assert model.dense_bytes + model.all_experts_bytes == 4 * num
+    assert model.kv_bytes_per_token == block_bytes(built.specs, 1)
+    kinds = {"float16": torch.float16, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+    for kind, kv_dtype in kinds.items():
+        specs = attention_specs(parsed, torch.float32, Parallel(), kv_dtype)
+        assert ModelFacts(parsed, 4, kv_cache_dtype=kind).kv_bytes_per_token == block_bytes(specs, 1)
+    packed = find_family(parsed)(parsed, Parts(dataclasses.replace(build, packs=True), backend, 64))
+    shapes = [weight.shape for weight in packed_weights(packed).values()]
+    if any(rows % LANES or columns % BLOCK for rows, columns in shapes):
+        return  # such rows stay float32: no model of use has them
+    for kind in ("int8", "int4"):
+        model = ModelFacts(parsed, itemsize=4, quantization=kind)
+        found = [(weight.shape, FORMATS[format_of(kind, weight) or ""]) for weight in packed_weights(packed).values()]
+        size = sum(rows // LANES * form.panel_bytes(columns) for (rows, columns), form in found)
+        size += 4 * sum(parameter.numel() for parameter in packed.parameters())
+        assert model.dense_bytes + model.all_experts_bytes == size
 
 
 def test_step_bytes_by_hand() -> None:

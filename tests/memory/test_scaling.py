@@ -155,6 +155,12 @@ def test_spread_experts_by_hand() -> None:
         assert cost.talking > COUNTS_SECONDS * layers
 
 
+def test_a_shared_mlp_is_added_up_with_experts_that_are_cut() -> None:
+    cut, spread = (decode_cost(facts("deepseek-v2-lite", 8, e), Topology(8, 1, e), MACHINE, 1, 1024) for e in (1, 8))
+    assert cut.num_collectives == 2 * 27 + 1 + 1, "a shared MLP is added up with the experts"
+    assert spread.num_collectives == cut.num_collectives + 3 * 26, "or by itself, beside spread ones"
+
+
 def test_slower_links_and_more_hosts_are_never_faster() -> None:
     for name in ("qwen3-8b", "mixtral-8x7b", "llama-3-70b"):
         for cost in (lambda *of: decode_cost(*of, 64, 1024), lambda *of: prefill_cost(*of, 16, 1024)):

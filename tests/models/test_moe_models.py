@@ -118,7 +118,7 @@ def test_the_window_of_both_families() -> None:
     assert ModelConfig.from_hf({**qwen, "use_sliding_window": True}).windowed_layers == (True,) * 48
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "DeepseekV2ForCausalLM", "PhimoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "GraniteMoeForCausalLM", "PhimoeForCausalLM"])
 def test_other_mixtures_are_refused_by_name(architecture: str) -> None:
     config = ModelConfig.from_hf({**QWEN3, "architectures": [architecture]})
     with pytest.raises(ModelError, match=rf"{architecture}.*MixtralForCausalLM.*Qwen3MoeForCausalLM"):

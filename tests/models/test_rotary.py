@@ -126,15 +126,20 @@ NAMES = (
     "dtype", "torch_dtype", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "eos_token_id",
     "hidden_act", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     "mlp_only_layers", "decoder_sparse_step", "shared_expert_intermediate_size", "quantization_config", "architectures",
-    "rope_scaling", "rope_parameters",
+    "rope_scaling", "rope_parameters", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq", "topk_method",
+    "n_group", "topk_group", "scoring_func", "routed_scaling_factor", "rope_interleave", "num_nextn_predict_layers",
 )  # fmt: skip
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Other")
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "DeepseekV2", "DeepseekV3", "Other")
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4}
+LATENT |= {"n_group": 2, "topk_group": 1, "num_local_experts": None}
 
 
 def check_numbers(family: str, rope: dict[str, Any], changes: dict[str, Any]) -> bool:
     """A table, or a ConfigError; whether it was a table."""
     config = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     config |= {"architectures": [f"{family}ForCausalLM"], "rope_scaling": rope, "max_position_embeddings": 64}
+    config |= LATENT if family.startswith("Deepseek") else {}
     try:
         model = ModelConfig.from_hf({**config, **changes}, {"eos_token_id": changes.get("eos_token_id")})
         max_model_len = resolve_max_model_len(EngineConfig(model="x"), model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from nanovllm.moe.layer import MoeLayer
 from nanovllm.moe.resident import ResidentExperts
 from nanovllm.ops.opset import PLAIN
 from nanovllm.weights.checkpoint import open_checkpoint
+from nanovllm.weights.expert_form import ExpertForm
 from nanovllm.weights.loader import load_weights
 
 TRAINED = Path(__file__).parent.parent / "fixtures" / "tiny-mixtral"
@@ -71,6 +72,62 @@ def test_parts_say_where_every_expert_is() -> None:
     assert list(experts.gate_up.parts) == ["0.gate", "0.up", "1.gate", "1.up", "2.gate", "2.up"]
 
 
+@dataclass(frozen=True)
+class CountingRanks(Parallel):
+    """Keeps the size of the rows that are summed, and sums nothing."""
+
+    reduced: list[int] = field(default_factory=list)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size > 1:
+            self.reduced.append(x.shape[1])
+        return x
+
+
+FORMS = {
+    "dense": ExpertForm.dense(HIDDEN, SIZE),
+    "input": ExpertForm(HIDDEN, SIZE, 8, 6, "input"),
+    "output": ExpertForm(HIDDEN, SIZE, 8, 6, "output"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shared_size", [0, 2 * SIZE])
+def test_ranks_add_up_once_a_layer(form: str, shared_size: int) -> None:
+    """With a shared MLP too. The parts of two ranks, added, are the layer of one rank."""
+    moe = MoeConfig(8, 2, SIZE, True, (True,), shared_size=shared_size)
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    def layer_of(ranks: Parallel) -> MoeLayer:
+        build = replace(BUILD, parallel=ranks)
+        return MoeLayer(moe, HIDDEN, ResidentExperts(moe, HIDDEN, build, FORMS[form]), build)
+
+    ranks = [CountingRanks(rank, 2) for rank in (0, 1)]
+    whole, parts = layer_of(Parallel()), [layer_of(rank) for rank in ranks]
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in whole.named_parameters():
+        parameter.data.normal_(0, 0.5, generator=generator)
+        for rank, part in enumerate(parts):
+            fill_share(part.get_parameter(name).data, parameter.data, part, name, rank)
+    found = sum(part(x) for part in parts)
+    assert [rank.reduced for rank in ranks] == [[6 if form == "output" and not shared_size else HIDDEN]] * 2
+    torch.testing.assert_close(found, whole(x), rtol=1e-4, atol=1e-4)
+
+
+def fill_share(mine: torch.Tensor, all_of_it: torch.Tensor, layer: MoeLayer, name: str, rank: int) -> None:
+    """As the loader does: each named part of a stack is cut in one dimension, or whole."""
+    owner: Any = layer.get_submodule(name.rpartition(".")[0])
+    start = whole_start = 0
+    for part, rows in owner.parts.items():
+        shard = owner.shards.get(part)
+        whole_rows = shard.total if shard is not None and shard.dim == 0 else rows
+        piece = all_of_it[whole_start : whole_start + whole_rows]
+        if shard is not None:
+            piece = piece.narrow(shard.dim, shard.start, shard.length)
+        mine[start : start + rows] = piece
+        start, whole_start = start + rows, whole_start + whole_rows
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_every_expert_and_keep_the_whole_router(size: int) -> None:
     """Several ranks hold the same architecture, each a slice of it."""
@@ -104,6 +161,39 @@ class Elsewhere:
         assert ids.shape == weights.shape == (len(x), 2)
         assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
         return x + ids.sum()
+
+
+class SideInOrder:
+    """A side stream without a GPU: notes what is started and joined, and computes at the join."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def start(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.seen.append("start")
+
+        def join() -> torch.Tensor:
+            self.seen.append("join")
+            return function(x)
+
+        return join
+
+
+def test_the_shared_mlp_runs_beside_the_experts_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    side: Any = SideInOrder()
+    moe = MoeConfig(8, 2, SIZE, True, (True,), shared_size=12)
+    layers = []
+    for build in (BUILD, replace(BUILD, side=side)):
+        layers.append(MoeLayer(moe, HIDDEN, ResidentExperts(moe, HIDDEN, build), build))
+        generator = torch.Generator().manual_seed(3)
+        for parameter in layers[-1].parameters():
+            parameter.data.normal_(0, 0.5, generator=generator)
+    monkeypatch.setattr("nanovllm.moe.layer.OVERLAP_TOKENS", 5)
+    for num_tokens, seen in ((5, ["start", "join"]), (6, [])):
+        x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(layers[0](x), layers[1](x))
+        assert side.seen == seen
+        side.seen.clear()
 
 
 def test_experts_can_live_elsewhere() -> None:

@@ -17,6 +17,7 @@ from nanovllm.hardware.copies import CopyStream
 from nanovllm.moe.offload.idle import IdleTime
 from nanovllm.moe.offload.offload import Offload, OffloadOptions
 from nanovllm.moe.offload.report import GUESS_TOKENS, ExpertCall
+from nanovllm.ops.native.build import load_library
 from nanovllm.ops.opset import PLAIN
 from tests.moe.offload_rig import HIDDEN, SIZE, make_rig, random_call
 
@@ -280,6 +281,7 @@ def test_rare_misses_on_the_cpu() -> None:
     out = rig.layer(0)(x, rare, weights)
     assert rig.stream.num_copies == copies == 2
     assert rig.offload.stats().computed_on_cpu == 1
+    assert rig.offload._on_cpu.name == ("torch" if isinstance(load_library(), str) else "native")
     torch.testing.assert_close(out, rig.resident(0, x, rare, weights), rtol=2e-2, atol=2e-2)
     x, ids, weights = random_call(rig, 12, generator)
     many = ids.clone().fill_(5)

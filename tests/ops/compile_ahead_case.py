@@ -18,6 +18,7 @@ driver = types.SimpleNamespace(
 )
 triton.runtime.driver.set_active(driver)
 run_before, hook_before = triton.runtime.jit.JITFunction.run, triton.knobs.runtime.jit_cache_hook
+make_ir_before = triton.compiler.ASTSource.make_ir
 
 
 def launches() -> None:
@@ -42,4 +43,5 @@ else:
     sys.exit("the function's error was swallowed")
 assert triton.runtime.jit.JITFunction.run is run_before
 assert triton.knobs.runtime.jit_cache_hook is hook_before
+assert triton.compiler.ASTSource.make_ir is make_ir_before
 print("compiled", len(kernels))

@@ -19,8 +19,13 @@ from nanovllm.ops.triton import (
     activation,
     decode_attention,
     decode_state,
+    fp8,
     gemv,
     lanes,
+    mla_absorb,
+    mla_decode,
+    mla_prefill,
+    mla_rope,
     moe_align,
     moe_gemm,
     moe_gemv,
@@ -35,6 +40,7 @@ from nanovllm.ops.triton import (
     sampling_search,
 )
 from nanovllm.ops.triton.common import next_power_of_2
+from nanovllm.ops.triton.e4m3 import BY_CARD, BY_SHIFTS, PLAIN
 
 ALL_ARCHES = (75, 80, 86, 89, 90, 100, 120)
 
@@ -42,6 +48,8 @@ ALL_ARCHES = (75, 80, 86, 89, 90, 100, 120)
 def compile_kernel(kernel, types: list[str], consts: dict, arch: int, num_warps: int = 4, num_stages: int = 1):
     """types: one per argument that is not a constexpr. Pointers and types ending in ":16" are multiples of 16."""
     signature, attrs, given = {}, {}, iter(types)
+    if "DEPENDENT" in kernel.arg_names:
+        consts = {**consts, "DEPENDENT": arch >= 90}
     for i, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in consts else next(given)
         if signature[name].startswith("*") or signature[name].endswith(":16"):
@@ -58,30 +66,41 @@ def capability_of(arch: int) -> tuple[int, int]:
     return divmod(arch, 10)
 
 
-def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group: int):
+def kv_form(arch: int, e4m3: bool) -> tuple[dict, str | None, list[str]]:
+    """(constexprs, type of the caches where it is not the model's, types of the scales)."""
+    if not e4m3:
+        return {"FORM": PLAIN, "scales_ptr": None}, None, []
+    return {"FORM": BY_CARD if arch >= 89 else BY_SHIFTS}, "*u8", ["*fp32"]
+
+
+def prefill_case(dtype: str, head_dim: int, block_size: int, window: int, group: int, e4m3: bool = False):
     def run(arch: int):
         size = 4 if dtype == "fp32" else 2
         tile = prefill_attention.choose_tile(head_dim, size, block_size, capability_of(arch))
-        cache = f"tensordesc<{dtype}[{tile.block_n}, {head_dim}]>" if tile.use_desc else f"*{dtype}"
-        types = [f"*{dtype}"] * 3 + [cache] * 2 + [f"*{dtype}"] + ["*i32"] * 3
+        form, cache, scales = kv_form(arch, e4m3)
+        use_desc = tile.use_desc and not e4m3
+        read = f"tensordesc<{dtype}[{tile.block_n}, {head_dim}]>" if use_desc else cache or f"*{dtype}"
+        types = [f"*{dtype}"] + [cache or f"*{dtype}"] * 2 + [read] * 2 + scales + [f"*{dtype}"] + ["*i32"] * 3
         types += ["fp32", "i32", "i32"] + ["i32:16"] * 4 + ["i32"]
         consts = {"NUM_KV_HEADS": 3, "GROUP": group, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim)}
         consts |= {"BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        consts |= {"WINDOW": window, "USE_DESC": tile.use_desc}
+        consts |= {"WINDOW": window, "USE_DESC": use_desc, **form}
         return compile_kernel(prefill_attention.prefill_kernel, types, consts, arch, tile.num_warps, tile.num_stages)
 
     return run
 
 
-def decode_case(dtype: str, head_dim: int, block_size: int, window: int, batch: int = 1):
+def decode_case(dtype: str, head_dim: int, block_size: int, window: int, batch: int = 1, e4m3: bool = False):
     def run(arch: int):
         size = 4 if dtype == "fp32" else 2
         launch = decode_attention.choose_launch(batch, 8, 4096, 132)
         fitted = decode_attention.fit_launch(launch, head_dim, size, capability_of(arch))
-        types = [f"*{dtype}"] * 4 + ["*fp32", "*fp32", "*i32", "*i32"] + ["fp32"]
+        form, cache, scales = kv_form(arch, e4m3)
+        types = [f"*{dtype}"] + [cache or f"*{dtype}"] * 2 + scales + [f"*{dtype}", "*fp32", "*fp32", "*i32", "*i32"]
+        types += ["fp32"]
         types += ["i32:16"] * 4 + ["i32"] * 2
         consts = {"NUM_KV_HEADS": 3, "GROUP": 3, "ROWS": 16, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim)}
-        consts |= {"BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window}
+        consts |= {"BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window, **form}
         kernel = decode_attention.decode_kernel
         return compile_kernel(kernel, types, consts, arch, fitted.num_warps, fitted.num_stages)
 
@@ -91,22 +110,69 @@ def decode_case(dtype: str, head_dim: int, block_size: int, window: int, batch: 
 def merge_case(dtype: str):
     consts = {"NUM_Q_HEADS": 9, "HEAD_DIM": 80, "D": 128, "STEP": 64, "WINDOW": 0, "TILE": 16}
     types = ["*fp32", "*fp32", f"*{dtype}", "*i32", "i32"]
-    return lambda arch: compile_kernel(decode_attention.merge_kernel, types, consts, arch, 2)
+    kernel = decode_attention.merge_kernel
+    return lambda arch: compile_kernel(kernel, types, consts, arch, 2)
 
 
-def rope_case(dtype: str, head_dim: int, rot_dim: int, has_norm: bool):
+def rope_case(dtype: str, head_dim: int, rot_dim: int, has_norm: bool, e4m3: bool = False):
     rest = next_power_of_2(head_dim - rot_dim) if rot_dim < head_dim else 0
     consts = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": head_dim, "ROT_DIM": rot_dim, "BLOCK_SIZE": 16}
     consts |= {"HEADS": 8, "HALF": next_power_of_2(rot_dim // 2), "REST": rest, "HAS_NORM": has_norm}
-    types = [f"*{dtype}"] * 3 + ["*fp32", "*i64", "*i64"] + [f"*{dtype}"] * 3 + ["i32:16"] * 4 + ["fp32"]
-    return lambda arch: compile_kernel(qk_norm_rope.qk_norm_rope_kernel, types, consts, arch, 4)
+    consts |= {"E4M3": e4m3} if e4m3 else {"E4M3": e4m3, "scales_ptr": None}
+    stored = [f"*{dtype}"] + (["*u8", "*u8", "*fp32"] if e4m3 else [f"*{dtype}"] * 2)
+    types = [f"*{dtype}"] * 3 + ["*fp32", "*i64", "*i64"] + stored + ["i32:16"] * 4 + ["fp32"]
+    kernel = qk_norm_rope.qk_norm_rope_kernel
+    return lambda arch: compile_kernel(kernel, types, consts, arch, 4)
 
 
-def gemv_case(dtype: str, rows: int, size: int, fused: bool):
+def mla_cases(dtype: str, arch: int, heads: int) -> dict:
+    """Latent attention of the published models: 512 + 64 numbers a token, heads of 128 + 64 and 128."""
+    d, size = f"*{dtype}", 4 if dtype == "fp32" else 2
+    launch = mla_decode.fit_launch(mla_decode.choose_launch(32, 4096, 132), size, capability_of(arch))
+    sizes = (128, 64, 128, 128, 64, 128)
+    tile = mla_prefill.choose_tile(sizes, size, capability_of(arch))
+    decode = {"NUM_HEADS": heads, "ROWS": 16, "RANK": 512, "C": 512, "ROPE": 64, "R": 64, "BLOCK_SIZE": 64}
+    decode |= {"BLOCK_N": launch.block_n, "STEP": 64}
+    decode_types = [d] * 4 + ["*fp32", "*fp32", "*i32", "*i32", "fp32"] + ["i32:16"] * 6 + ["i32"] * 2
+    rope = {"NUM_HEADS": heads, "RANK": 512, "C": 512, "HALF": 32, "H": 32, "BLOCK_SIZE": 64, "HEADS": 16}
+    rope |= {"INTERLEAVED": True}
+    rope_types = [d] * 3 + ["*fp32", "*i64", "*i64"] + [d] * 3 + ["i32:16"] * 5 + ["fp32"]
+    piece = {"NUM_HEADS": heads, "SIZES": sizes, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    piece_types = [d] * 5 + ["*fp32", "*i32", "*i32", "fp32", "i32", "i32"] + ["i32:16"] * 6
+    absorb = {"NUM_HEADS": heads, "NOPE": 128, "N": 128, "RANK": 512, "COLUMNS": 64}
+    project = {"NUM_HEADS": heads, "V": 128, "RANK": 512, "C": 512, "OUTPUTS": 16, "STEP": 64, "TILE": 8}
+    project_types = ["*fp32", "*fp32", "*i32", d, d, "i32", "i32:16"]
+    plain = {
+        "mla_decode": (mla_decode.latent_decode_kernel, decode_types, decode, launch.num_warps, launch.num_stages),
+        "mla_absorb": (mla_absorb.absorb_kernel, [d] * 3 + ["i32:16"] * 3, absorb, 4, 1),
+        "mla_project": (mla_absorb.project_kernel, project_types, project, 4, 1),
+        "mla_rope": (mla_rope.latent_rope_kernel, rope_types, rope, 4, 1),
+        "mla_piece": (
+            mla_prefill.latent_piece_kernel,
+            piece_types,
+            piece | {"CAUSAL": True},
+            tile.num_warps,
+            tile.num_stages,
+        ),
+    }
+    return {
+        f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch, case[3], case[4]))
+        for name, case in plain.items()
+    }
+
+
+def gemv_case(dtype: str, rows: int, size: int, fused: bool, weight: str = "", scaled: int = 0):
     consts = {"SIZE": size, "NUM_ROWS": rows, "ROWS": next_power_of_2(rows), "BLOCK_N": 2, "BLOCK_K": 512}
-    consts |= {"HAS_BIAS": not fused, "HAS_NORM": fused, "GATED": fused, "HAS_RESIDUAL": not fused}
-    types = [f"*{dtype}"] * 6 + ["i32:16", "i32:16", "i32", "fp32"]
+    consts |= {"HAS_BIAS": not fused, "HAS_NORM": fused, "GATED": fused, "HAS_RESIDUAL": not fused, "SCALED": scaled}
+    d = f"*{dtype}"
+    types = [d, f"*{weight or dtype}", "*fp32" if scaled else d, d, d, d, d, "i32:16", "i32:16", "i32", "fp32"]
     return lambda arch: compile_kernel(gemv.gemv_kernel, types, consts, arch, 1)
+
+
+def quantise_case(dtype: str, groups: int, group: int):
+    consts = {"SIZE": 4096, "GROUPS": groups, "GROUP": group, "MOST": 448.0, "TINY": 1e-12}
+    types = [f"*{dtype}", "*fp8e4nv", "*fp32", "i32:16", "i32"]
+    return lambda arch: compile_kernel(fp8.quantise_kernel, types, consts, arch, 8)
 
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -150,13 +216,17 @@ def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = Fa
 
 def moe_small_cases(dtype: str) -> dict:
     d, ints = f"*{dtype}", ["*i32"] * 6 + ["i32"] * 3
-    route = {"NUM_EXPERTS": 60, "E": 64, "TOP_K": 6, "K": 8, "RENORMALISE": True}
+    route = {"NUM_EXPERTS": 60, "NUM_GROUPS": 1, "TOP_GROUPS": 1, "GROUPS": 1, "SIZE": 64, "TOP_K": 6, "K": 8}
+    route |= {"RENORMALISE": True, "SIGMOID": False}
+    groups = route | {"NUM_GROUPS": 5, "TOP_GROUPS": 2, "GROUPS": 8, "SIZE": 16, "SIGMOID": True}
+    routed = [d, "*fp32", "*i32", "*fp32", "i32", "fp32"]
     sizes = {"BUFFERS": 128, "CHUNK": 64}
     place = sizes | {"ROWS": 16, "BLOCK_M": 16}
     blocks = {"BLOCK_N": 1, "BLOCK_K": 512}
     plain = {
-        "moe_route": (moe_route.route_kernel, [d, "*i32", "*fp32", "i32"], route, 1),
-        "moe_sum": (moe_route.sum_pairs_kernel, [d, d], {"SIZE": 4096, "TOP_K": 2, "TILE": 1024}, 4),
+        "moe_route": (moe_route.route_kernel, routed, route, 1),
+        "moe_route groups": (moe_route.route_kernel, routed, groups, 1),
+        "moe_sum": (moe_route.sum_pairs_kernel, [d] * 3, {"SIZE": 4096, "TOP_K": 2, "TILE": 1024, "HAS_MORE": True}, 4),
         "moe_count": (moe_align.count_kernel, ["*i32", "*i32", "i32", "i32", "i32"], sizes, 8),
         "moe_place": (moe_align.place_kernel, ints, place | {"COUNTED": True}, 8),
         "moe_place one": (moe_align.place_kernel, ints, place | {"COUNTED": False}, 8),
@@ -188,10 +258,15 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     lists = ["*i32", "*fp32", "*i32"]
     state = ["*i64", "*i64", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 5
     lane_types = ["*i32"] * 3 + ["*i64", "*i32", "*i64", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 3
+    warps = {"sample tiles": 2, "sample pick": 8, "sample search": sampling_search.SEARCH_WARPS, "sample report": 8}
     plain = {
         "norm": (norm.norm_kernel, [d] * 5 + ["i32", "i32", "fp32"], norm_consts),
         "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32"], {"TILE": 1024}),
-        "sample tiles": (sampling.tiles_kernel, [d, "*i32", "*i32", *tiles, *tiles, *sizes, *sampler], {"TILES": 16}),
+        "sample tiles": (
+            sampling.tiles_kernel,
+            [d, "*i32", "*i32", *tiles, *tiles, *sizes, *sampler],
+            {"TILES": sampling.TILES},
+        ),
         "sample pick": (
             sampling.pick_kernel,
             [d, "*i32", "*i32", *tiles, *lists, "*i64", *sizes, "*i64", *sampler],
@@ -200,7 +275,7 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
         "sample search": (
             sampling_search.search_kernel,
             [d, "*i32", "*i32", *tiles, "*i64", *sizes, "*i64", *sampler],
-            {"ALL_TILES": 1024, "BLOCK": 8192},
+            {"ALL_TILES": 1024, "BLOCK": sampling_search.SEARCH_BLOCK},
         ),
         "sample report": (
             sampling_report.report_kernel,
@@ -212,7 +287,9 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
         "keep": (lanes.keep_kernel, ["*i32", "*i64", "*i64", "i32"], {"TILE": 256}),
     }
     return {
-        f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch))
+        f"{name} {dtype}": (
+            lambda arch, case=case, name=name: compile_kernel(case[0], case[1], case[2], arch, warps.get(name, 4))
+        )
         for name, case in plain.items()
         if not names or name in names
     }
@@ -222,42 +299,66 @@ def attention_shapes(arch: int) -> list[tuple[int, int, int]]:
     """(head_dim, block_size, window): first all at once, the largest tile, padded, gathered page by page, in a window.
 
     86 and 89 get no more shapes of attention: they run what 80 runs, in less shared memory. The other families also
-    compile whole tiles, and the two with the most rules (90 has the copy engine) small and padded heads.
+    compile whole tiles, and the one with the most rules (90 has the copy engine) small and padded heads.
     """
     shapes = [(192, 16, 100)]
     if arch not in (86, 89):
         shapes.append((128, 256, 0))
-    if arch in (80, 90):
-        shapes.append((64, 64, 100))
     if arch == 90:
-        shapes.append((80, 16, 0))
+        shapes += [(64, 64, 100), (80, 16, 0)]
     return shapes
 
 
-def cases_for(arch: int) -> dict:
-    """name -> compile(arch). Turing has no bf16 arithmetic worth using: fp16 there, as engines do."""
-    half = "fp16" if arch < 80 else "bf16"
+def tiled_cases(half: str, arch: int) -> dict:
+    """The kernels with matrix products: instructions and tiles depend on the architecture and its shared memory."""
     cases = {}
     for shape in attention_shapes(arch):
         cases[f"prefill {half} {shape}"] = prefill_case(half, *shape, 3)
         cases[f"decode {half} {shape}"] = decode_case(half, *shape)
     cases[f"decode 64 rows {half}"] = decode_case(half, 128, 64, 0, batch=64)
-    cases["merge"] = merge_case(half)
-    cases.update(moe_cases(half, arch, (3, 17, 65, 129, 513) if arch in (80, 90) else (17, 513)))
+    for head_dim in (128, 256) if arch == 90 else (128,):
+        cases[f"prefill {half} e4m3 {head_dim}"] = prefill_case(half, head_dim, 64, 0, 3, e4m3=True)
+        cases[f"decode {half} e4m3 {head_dim}"] = decode_case(half, head_dim, 64, 0, e4m3=True)
+    cases.update(moe_cases(half, arch, (3, 17, 65, 129, 513) if arch == 90 else (17, 513)))
     cases.update(moe_cases(half, arch, (513,), low_rank=True))
-    # The sampler's other kernels take most of the time, 20 s on two cores for each architecture, and neither their
-    # tiles nor their instructions depend on it: one family on each side of bf16 and asynchronous copies stands for all.
+    if arch >= 80:  # what TritonLatentBackend takes
+        cases.update(mla_cases(half, arch, 16))
+    return cases
+
+
+def cases_for(arch: int) -> dict:
+    """name -> compile(arch). Turing has no bf16 arithmetic worth using: fp16 there, as engines do."""
+    half = "fp16" if arch < 80 else "bf16"
+    cases = tiled_cases(half, arch)
+    if arch == 89:  # the tiles, shared memory and instructions of 86: some stand for all
+        some = ("prefill bf16", "decode bf16", "moe_gate_up bf16 513", "moe_down bf16 513")
+        return {name: case for name, case in cases.items() if name.startswith(some)}
+    if arch in (86, 100, 120):
+        return cases
+    # The other kernels are the same everywhere, but for bf16 (from 80) and for launches before the end of the kernel
+    # before (from 90). The sampler's take most of the time: once without both and once with both.
     some = ("advance", "begin", "keep", "norm", "silu", "sample tiles")
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
+    cases["merge"] = merge_case(half)
     cases[f"rope {half}"] = rope_case(half, 128, 128, True)
+    cases[f"rope {half} e4m3"] = rope_case(half, 128, 128, True, e4m3=True)
     cases[f"gemv {half}"] = gemv_case(half, 1, 1024, True)
+    byte = "fp8e4nv" if arch >= 89 else "u8"  # older cards cannot convert 8-bit floats
+    cases[f"gemv fp8 {half}"] = gemv_case(half, 1, 1024, True, byte, 128)
+    cases[f"gemv fp8 rows {half}"] = gemv_case(half, 2, 1024, False, byte, 1)
+    if arch >= 89:
+        cases[f"fp8_quantise {half}"] = quantise_case(half, 32, 128)
+        rescale = {"SIZE": 4096, "TILE": 1024, "HAS_BIAS": True}
+        types = [f"*{half}", "*fp32", "*fp32", f"*{half}"]
+        cases[f"fp8_rescale {half}"] = lambda arch: compile_kernel(fp8.rescale_kernel, types, rescale, arch)
     if arch in (75, 90):
         cases[f"rope partial {half}"] = rope_case(half, 80, 32, False)
         cases[f"gemv rows {half}"] = gemv_case(half, 3, 576, False)
     if arch == 90:
         cases.update(moe_cases("fp32", arch, (17,)))
         cases["prefill fp32"] = prefill_case("fp32", 64, 16, 0, 3)
+        cases.update(mla_cases("fp32", arch, 16))
         cases["decode fp32"] = decode_case("fp32", 64, 16, 0)
         cases.update(small_cases("fp32", ("norm", "silu", "sample tiles")))
     return cases

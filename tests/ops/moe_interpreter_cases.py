@@ -210,12 +210,28 @@ def test_gather_and_scatter():
 def test_route(num_experts, top_k, renormalise):
     logits = torch.randn(5, num_experts + 3)[:, :num_experts]
     logits[1] = 0.5  # all equal
+    logits[3, ::2], logits[3, 1::2] = 0.0, -0.0  # equal, though not in their bits
+    logits[4] = -logits[4].abs()
     logits[2, num_experts // 2 :] = -1e4  # probabilities that are 0 in fp32 have an order still
     for x in (logits, logits.bfloat16()):
         ids, weights = moe_route.route(x, top_k, renormalise)
         expected_ids, expected = moe.route(x, top_k, renormalise)
         assert torch.equal(ids, expected_ids)
         assert ids.dtype == torch.int32
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_experts", "num_groups", "top_groups", "top_k"), [(256, 8, 4, 8), (60, 5, 2, 6), (8, 4, 1, 2)]
+)
+def test_route_by_groups(num_experts, num_groups, top_groups, top_k, with_bias):
+    logits, bias = torch.randn(6, num_experts), torch.randn(num_experts) - 2 if with_bias else None
+    logits[1] = 0.5
+    for renormalise, scale in ((True, 2.5), (False, 1.0)):
+        choice = (top_k, renormalise, scale, num_groups, top_groups, bias)
+        (ids, weights), (expected_ids, expected) = moe_route.route(logits, *choice), moe.route(logits, *choice)
+        assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -235,3 +251,5 @@ def test_route_of_bad_rows_stays_in_range():
 def test_sum_pairs(top_k, hidden, dtype):
     pairs = torch.randn(3, top_k, hidden).to(dtype)
     assert torch.equal(moe_route.sum_pairs(pairs), moe.sum_pairs(pairs))
+    more = torch.randn(3, hidden).to(dtype)
+    assert torch.equal(moe_route.sum_pairs(pairs, more), moe.sum_pairs(pairs) + more)

@@ -62,6 +62,20 @@ def test_a_layer_equals_transformers(name, num_experts, top_k, renormalise, num_
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_route_by_groups_by_hand():
+    """Groups (0, 1), (2, 3), (4, 5). By softmax the best expert counts, by sigmoid and bias the sum of two; excluded
+    experts are out even where score + bias is negative; weights are without bias."""
+    logits = torch.tensor([[3.0, -9.0, 2.0, 2.0, 1.0, 1.0]])
+    assert moe.route(logits, 2, False, 1.0, 3, 1)[0].tolist() == [[0, 1]]
+    bias = torch.full((6,), -2.0)
+    ids, weights = moe.route(logits, 3, True, 2.5, 3, 2, bias)
+    assert ids.tolist() == [[2, 3, 4]]
+    scores = logits.sigmoid()[0, [2, 3, 4]]
+    torch.testing.assert_close(weights[0], 2.5 * scores / scores.sum())
+    bias[5] = 0.0
+    assert moe.route(logits, 3, True, 1.0, 3, 2, bias)[0].tolist() == [[5, 2, 3]]
+
+
 def test_route_by_hand():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [-200.0, -300.0, 0.0, -100.0]])
     ids, weights = moe.route(logits, 2, False)

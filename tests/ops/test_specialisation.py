@@ -24,6 +24,9 @@ from nanovllm.ops.triton import (
     decode_state,
     gemv,
     lanes,
+    mla_decode,
+    mla_prefill,
+    mla_rope,
     moe_experts,
     moe_gemm,
     moe_route,
@@ -38,7 +41,7 @@ from nanovllm.ops.triton import (
 if triton.knobs.runtime.interpret:
     pytest.skip("this process interprets kernels", allow_module_level=True)
 
-HIDDEN, NUM_Q, NUM_KV, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_BLOCKS = 1024, 16, 8, 128, 4999, 64, 40
+HIDDEN, NUM_Q, NUM_KV, HEAD_DIM, VOCAB, BLOCK_SIZE, MAX_BLOCKS = 1024, 16, 8, 128, 5300, 64, 40
 BATCHES = (1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 100, 256, 257)
 BF16 = torch.bfloat16
 
@@ -55,9 +58,10 @@ def compiled(monkeypatch) -> dict[str, set]:
         seen.setdefault(self.fn.__name__, set()).add(f"{specialisation} {sorted(options.items())}")
 
     monkeypatch.setattr(jit.JITFunction, "run", record)
-    for module in (decode_attention, prefill_attention):
+    for module in (decode_attention, prefill_attention, mla_decode, mla_prefill):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda device: 132)
+    for module in (decode_attention, mla_decode):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
     return seen
 
 
@@ -75,20 +79,47 @@ def caches(by_head: bool):
     return [cache.transpose(1, 2) for cache in pair] if by_head else pair
 
 
-@pytest.mark.parametrize("by_head", [False, True])
-def test_attention(compiled, by_head):
+@pytest.mark.parametrize(("by_head", "scales"), [(False, None), (True, None), (False, torch.ones(2))])
+def test_attention(compiled, by_head, scales):
     cache = caches(by_head)
+    if scales is not None:  # 8-bit floats
+        cache = [tensor.to(torch.uint8) for tensor in cache]
     for batch, skipped, width, context in itertools.product(BATCHES, (0, 1, 4), (1, 7, 16, MAX_BLOCKS), (64, 4096)):
         lens, tables = ints(batch + skipped)[skipped:], ints(batch + skipped, width)[skipped:]
         q = empty(batch, NUM_Q, HEAD_DIM)
         launch = decode_attention.launch_for(q, NUM_KV, context)
-        decode_attention.decode_attention(q, *cache, lens, tables, 0.1, launch)
+        decode_attention.decode_attention(q, *cache, lens, tables, 0.1, launch, scales=scales)
         starts = ints(batch + 1 + skipped)[skipped:]
-        prefill_attention.prefill_attention(q, *cache, starts, lens, tables, 0.1)
+        prefill_attention.prefill_attention(q, *cache, starts, lens, tables, 0.1, scales=scales)
     assert {name: len(keys) for name, keys in compiled.items()} == {
         "decode_kernel": 2,
         "merge_kernel": 1,
         "prefill_kernel": 1,  # decode: two tiles, by the batch
+    }
+
+
+def test_latent_attention(compiled):
+    """DeepSeek-V2-Lite: one compilation for any context, table and step. Of decodes two, with tiles of 32 and of 64
+    keys; of prompts two, causal or not."""
+    cache, table = empty(10, BLOCK_SIZE, 576), torch.zeros(4096, 64)
+    for batch, skipped, width, context in itertools.product(BATCHES, (0, 1, 4), (1, 7, 16, MAX_BLOCKS), (64, 4096)):
+        lens, tables = ints(batch + skipped)[skipped:], ints(batch + skipped, width)[skipped:]
+        q = empty(batch + skipped, 16, 192)[skipped:]
+        q_latent = empty(16, batch, 512).transpose(0, 1)
+        mla_decode.latent_decode(q_latent, q[..., 128:].contiguous(), cache, lens, tables, 0.1, context)
+        index = ints(batch + skipped, dtype=torch.int64)[skipped:]
+        kv = empty(batch, 3072 + 576)[:, 3072:]
+        mla_rope.latent_rope(q[..., 128:], kv, empty(512), 1e-6, table, index, cache, index, True)
+        starts = ints(batch + 1 + skipped)[skipped:]
+        for causal in (True, False):
+            q_pe, keys, k_pe = empty(batch, 16, 64), empty(batch, 16, 256), empty(batch, 576)[:, 512:]
+            mla_prefill.latent_piece(q[..., :128], q_pe, keys, k_pe, starts, starts, 0.1, causal)
+    found = {name: len(keys) for name, keys in compiled.items()}
+    assert found == {
+        "latent_decode_kernel": 2,
+        "merge_kernel": 1,
+        "latent_rope_kernel": 1,
+        "latent_piece_kernel": 2,
     }
 
 
@@ -120,7 +151,7 @@ def test_everything_else(compiled):
         "norm_kernel": 2,  # with and without a residual
         "silu_mul_kernel": 1,
         "qk_norm_rope_kernel": 2,  # few and many tokens
-        "tiles_kernel": 2,  # few and many lanes
+        "tiles_kernel": 1,
         "pick_kernel": 1,
         "search_kernel": 1,
         "report_kernel": 1,

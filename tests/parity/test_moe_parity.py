@@ -6,9 +6,7 @@ take the same expert, prompts come in pieces, decodes join prompts, sequences ar
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,8 +16,19 @@ import pytest
 import torch
 
 from nanovllm import LLM, ConfigError, ModelError
-from tests.parity.test_parity import SCENARIOS, Tiny, check, check_position, engine, greedy, old_style
-from tests.tiny_models import MOE_VARIANTS, VARIANTS, edit_config, hf_logprobs, load_hf
+from tests.parity.test_parity import (
+    SCENARIOS,
+    Tiny,
+    check_batch,
+    check_config_as,
+    check_not_ignored,
+    check_prefix_cache,
+    check_prompt_logprobs,
+    engine,
+    greedy,
+    old_style,
+)
+from tests.tiny_models import MOE_VARIANTS, VARIANTS, hf_logprobs, load_hf
 
 TRAINED = Path(__file__).parent.parent / "fixtures" / "tiny-mixtral"
 every_family = pytest.mark.parametrize("name", list(MOE_VARIANTS))
@@ -28,18 +37,12 @@ every_family = pytest.mark.parametrize("name", list(MOE_VARIANTS))
 @pytest.mark.parametrize("scenario", ["one_batch", "chunked_prefill", "sdpa_math", "decode_steps_5_small_cache"])
 @every_family
 def test_all_in_one_batch(tiny: Tiny, name: str, scenario: str) -> None:
-    model = tiny(name)
-    with engine(model.path, **SCENARIOS[scenario]) as llm:
-        check(llm.generate(model.prompts, greedy(), use_tqdm=False), model.answers)
+    check_batch(tiny(name), SCENARIOS[scenario])
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-dense-layers"])
 def test_one_by_one_then_again_from_the_prefix_cache(tiny: Tiny, name: str) -> None:
-    model = tiny(name)
-    with engine(model.path) as llm:
-        for wanted in model.answers:
-            check(llm.generate(wanted.prompt, greedy(), use_tqdm=False), (wanted,))
-        check(llm.generate(model.prompts, greedy(), use_tqdm=False), model.answers)
+    check_prefix_cache(tiny(name))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
@@ -47,12 +50,7 @@ def test_prompt_logprobs(tiny: Tiny, name: str) -> None:
     model = tiny(name)
     with engine(model.path, max_num_batched_tokens=11, max_num_seqs=4) as llm:
         outputs = llm.generate(model.prompts, greedy(prompt_logprobs=5), use_tqdm=False)
-    check(outputs, model.answers)
-    for output, wanted in zip(outputs, model.answers):
-        assert output.prompt_logprobs is not None
-        for i, position in enumerate(output.prompt_logprobs[1:]):
-            assert position is not None
-            check_position(position, wanted.prompt[i + 1], wanted.logprobs[i])
+    check_prompt_logprobs(outputs, model.answers)
 
 
 def published_style(config: dict[str, Any]) -> dict[str, Any]:
@@ -66,11 +64,7 @@ def published_style(config: dict[str, Any]) -> dict[str, Any]:
 
 @every_family
 def test_config_of_the_published_models(tiny: Tiny, name: str, tmp_path: Path) -> None:
-    model = tiny(name)
-    folder = Path(shutil.copytree(model.path, tmp_path / "old"))
-    edit_config(folder, **published_style(json.loads((folder / "config.json").read_text())))
-    with engine(folder) as llm:
-        check(llm.generate(model.prompts, greedy(), use_tqdm=False), model.answers)
+    check_config_as(tiny(name), published_style, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +79,7 @@ def test_config_of_the_published_models(tiny: Tiny, name: str, tmp_path: Path) -
     ],
 )
 def test_what_the_config_says_is_not_ignored(tiny: Tiny, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """And the proof that the tests above can fail."""
-    model = tiny(name)
-    folder = Path(shutil.copytree(model.path, tmp_path / "changed"))
-    edit_config(folder, **changes)
-    with engine(folder) as llm:
-        outputs = llm.generate(model.prompts, greedy(), use_tqdm=False)
-    assert [o["token_ids"] for o in outputs][-1] != model.tokens[-1]
+    check_not_ignored(tiny(name), changes, tmp_path)
 
 
 def test_mixtral_on_ranks_that_do_not_divide_it_is_refused_and_not_another_model(tiny: Tiny) -> None:

@@ -34,6 +34,9 @@ BLOCK = 16
 Tiny = Callable[[str], TinyModel]
 LongAnswers = Callable[[str], tuple[Answer, ...]]
 every_family = pytest.mark.parametrize("name", list(VARIANTS))
+# Where it does not matter how positions are rotated or how files are cut: shared heads, windows of all and of some
+# layers, norms and biases.
+FEW = ("llama-gqa-tied", "mistral-window", "qwen2-window", "qwen3-bias-tied")
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -94,24 +97,63 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("scenario", list(SCENARIOS))
-@every_family
-def test_all_in_one_batch(tiny: Tiny, name: str, scenario: str) -> None:
-    model = tiny(name)
-    with engine(model.path, **SCENARIOS[scenario]) as llm:
+def check_batch(model: TinyModel, options: dict[str, Any]) -> None:
+    with engine(model.path, **options) as llm:
         check(llm.generate(model.prompts, greedy(), use_tqdm=False), model.answers)
 
 
-@every_family
-def test_one_by_one_then_again_from_the_prefix_cache(tiny: Tiny, name: str) -> None:
+def check_prefix_cache(model: TinyModel) -> None:
     """Prompts of exactly k blocks hit for all but their last block, whose last token is computed anew."""
-    model = tiny(name)
     with engine(model.path) as llm:
         for wanted in model.answers:
             check(llm.generate(wanted.prompt, greedy(), use_tqdm=False), (wanted,))
         again = llm.generate(model.prompts, greedy(), use_tqdm=False)
         check(again, model.answers)
         assert [o.num_cached_tokens for o in again] == [(len(p) - 1) // BLOCK * BLOCK for p in model.prompts]
+
+
+def check_prompt_logprobs(outputs: list[RequestOutput], answers: tuple[Answer, ...]) -> None:
+    check(outputs, answers)
+    for output, wanted in zip(outputs, answers):
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(wanted.prompt)
+        for i, position in enumerate(output.prompt_logprobs[1:]):
+            assert position is not None
+            check_position(position, wanted.prompt[i + 1], wanted.logprobs[i])
+
+
+def check_config_as(model: TinyModel, style: Callable[[dict[str, Any]], dict[str, Any]], folder: Path) -> None:
+    """Written otherwise, it is the same model."""
+    copy = Path(shutil.copytree(model.path, folder / "other"))
+    edit_config(copy, **style(json.loads((copy / "config.json").read_text())))
+    with engine(copy) as llm:
+        check(llm.generate(model.prompts, greedy(), use_tqdm=False), model.answers)
+
+
+def check_not_ignored(model: TinyModel, changes: dict[str, Any], folder: Path) -> None:
+    """And the proof that the other tests can fail."""
+    copy = Path(shutil.copytree(model.path, folder / "changed"))
+    edit_config(copy, **changes)
+    with engine(copy) as llm:
+        outputs = llm.generate(model.prompts, greedy(), use_tqdm=False)
+    assert [o["token_ids"] for o in outputs][-1] != model.tokens[-1]
+
+
+ON_EVERY_FAMILY = ("one_batch", "chunked_prefill", "decode_steps_5_small_cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [(name, scenario) for name in VARIANTS for scenario in SCENARIOS if name in FEW or scenario in ON_EVERY_FAMILY],
+)
+def test_all_in_one_batch(tiny: Tiny, name: str, scenario: str) -> None:
+    check_batch(tiny(name), SCENARIOS[scenario])
+
+
+@every_family
+def test_one_by_one_then_again_from_the_prefix_cache(tiny: Tiny, name: str) -> None:
+    check_prefix_cache(tiny(name))
 
 
 def long_answers(model: TinyModel) -> tuple[Answer, ...]:
@@ -122,7 +164,7 @@ def long_answers(model: TinyModel) -> tuple[Answer, ...]:
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}, {"decode_steps": 4}])
-@every_family
+@pytest.mark.parametrize("name", FEW)
 def test_preemption_by_a_small_cache(tiny: Tiny, name: str, options: dict[str, Any], long: LongAnswers) -> None:
     """Five sequences begin with some 7 blocks and end with some 20; there are 8."""
     model, answers = tiny(name), long(name)
@@ -134,21 +176,13 @@ def test_preemption_by_a_small_cache(tiny: Tiny, name: str, options: dict[str, A
         assert llm.engine.scheduler.blocks.num_used == 0
 
 
-@pytest.mark.parametrize("budget", [512, 11])
-@every_family
+@pytest.mark.parametrize(("name", "budget"), [*((name, 11) for name in VARIANTS), *((name, 512) for name in FEW)])
 def test_prompt_logprobs(tiny: Tiny, name: str, budget: int) -> None:
     model = tiny(name)
     with engine(model.path, max_num_batched_tokens=budget, max_num_seqs=4) as llm:
         llm.generate(model.prompts, greedy(), use_tqdm=False)  # what is cached must not cost any position its logprobs
         outputs = llm.generate(model.prompts, greedy(prompt_logprobs=5), use_tqdm=False)
-    check(outputs, model.answers)
-    for output, wanted in zip(outputs, model.answers):
-        assert output.prompt_logprobs is not None
-        assert output.prompt_logprobs[0] is None
-        assert len(output.prompt_logprobs) == len(wanted.prompt)
-        for i, position in enumerate(output.prompt_logprobs[1:]):
-            assert position is not None
-            check_position(position, wanted.prompt[i + 1], wanted.logprobs[i])
+    check_prompt_logprobs(outputs, model.answers)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kvcache_blocks": 12, "max_num_batched_tokens": 32}])
@@ -195,11 +229,7 @@ def old_style(config: dict[str, Any]) -> dict[str, Any]:
 
 @every_family
 def test_config_of_transformers_4(tiny: Tiny, name: str, tmp_path: Path) -> None:
-    model = tiny(name)
-    folder = Path(shutil.copytree(model.path, tmp_path / "old"))
-    edit_config(folder, **old_style(json.loads((folder / "config.json").read_text())))
-    with engine(folder) as llm:
-        check(llm.generate(model.prompts, greedy(), use_tqdm=False), model.answers)
+    check_config_as(tiny(name), old_style, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -218,12 +248,7 @@ def test_config_of_transformers_4(tiny: Tiny, name: str, tmp_path: Path) -> None
 )
 def test_what_the_config_says_is_not_ignored(tiny: Tiny, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """RoPE scaling is honoured, and the proof that the tests above can fail: another config gives another text."""
-    model = tiny(name)
-    folder = Path(shutil.copytree(model.path, tmp_path / "changed"))
-    edit_config(folder, **changes)
-    with engine(folder) as llm:
-        outputs = llm.generate(model.prompts, greedy(), use_tqdm=False)
-    assert [o["token_ids"] for o in outputs][-1] != model.tokens[-1]
+    check_not_ignored(tiny(name), changes, tmp_path)
 
 
 def test_dynamic_rope_beyond_the_trained_length(tiny: Tiny) -> None:

@@ -50,10 +50,6 @@ def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def listening(process: int) -> set[str]:
     """Addresses, in the kernel's hexadecimal, on which a process waits for connections. 0100007F is 127.0.0.1."""
     inodes = {target[8:-1] for target in open_files(process).values() if target.startswith("socket:[")}

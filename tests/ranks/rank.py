@@ -6,6 +6,8 @@ it saw of each as one line. Starting a process costs more than most jobs, so a g
     {"do": "logits", "path": ...}                                  of a prompt, through its shards of the model
     {"do": "greedy", "path": ..., "options": {...}, "batches": ..., "num_tokens": ...}     a whole executor's tokens
     {"do": "spread", "expert_size": ..., "ids": ..., "dtype": ...}     spread experts against whole ones, one layer
+    {"do": "move", "expert_size": ..., "num_redundant": ...}       experts between ranks, to random places
+    {"do": "beside", "late": ...}                                  the same, while one rank is some launches behind
     {"do": "numbers", "number": ...}                               what ranks exchange at the start
 """
 
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from nanovllm.attention.base import AttentionBatch, HostLens
+from nanovllm.attention.latent import LatentBackend
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import NanoVLLMError
@@ -32,6 +35,8 @@ from nanovllm.layers.build import Build
 from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, Transformer
+from nanovllm.moe.load import ExpertLoad
+from nanovllm.moe.rebalance import BESIDE, Balancer, add_places
 from nanovllm.moe.resident import ResidentExperts
 from nanovllm.ops.opset import PLAIN
 from nanovllm.ranks.local import LocalExecutor
@@ -75,7 +80,8 @@ class CountingCheckpoint:
 def build(path: Path, parallel: Parallel) -> tuple[Transformer, int]:
     checkpoint = CountingCheckpoint(open_checkpoint(path))
     config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-    parts = Parts(Build(torch.float32, CPU.torch_device, PLAIN, parallel), SdpaBackend(), 64)
+    backend = SdpaBackend() if config.mla is None else LatentBackend()
+    parts = Parts(Build(torch.float32, CPU.torch_device, PLAIN, parallel), backend, 64)
     model = find_family(config)(config, parts)
     load_weights(model, checkpoint, model.rules)  # type: ignore[arg-type]
     return model, checkpoint.num_read
@@ -160,6 +166,8 @@ def greedy(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
             "bytes_later": reads.num_bytes - at_start,
             "num_parameters": executor.num_parameters,
             "describe": executor.describe().get("experts"),
+            "load": executor.expert_load(),  # zeros, unless it was counted all the time
+            "moved": None if executor.balancer is None else executor.balancer.num_moved,
             "stats": None if stats is None else [stats.hits, stats.misses, stats.computed_on_cpu, stats.bytes_copied],
         }
     finally:
@@ -187,6 +195,69 @@ def spread(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     return {"difference": (out - whole).abs().max().item() / whole.abs().max().item(), "sum": out.sum().item()}
 
 
+class LabelledExperts:
+    """Two layers of 8 experts whose weights say whose they are, and of which share, with a Balancer."""
+
+    def __init__(self, ranks: Parallel, num_redundant: int) -> None:
+        self.ranks, self.tables, self.wrong = ranks, [], []
+        self.group, self.share = divmod(ranks.rank, ranks.ranks_per_expert)
+        build, moe = Build(torch.float32, CPU.torch_device, PLAIN, ranks), MoeConfig(8, 2, 32, True, (True,))
+        self.layers = [ResidentExperts(moe, size, build) for size in (64, 48)]  # unequal, as low-rank ones may be
+        for number, layer in enumerate(self.layers):
+            for stack in (layer.gate_up, layer.down):
+                for place, expert in enumerate(ranks.experts_here(8)):
+                    rows = stack.weight.view(8 // ranks.expert_size, -1)
+                    rows[place] = 100 * number + 10 * expert + self.share
+            add_places(layer, 8, num_redundant)
+        self.balancer = Balancer(self.layers, ExpertLoad(2, 8, CPU.torch_device, window_size=1), ranks, step_interval=1)
+        self.draw = torch.Generator().manual_seed(7)
+
+    def add_load(self) -> None:
+        ids = (torch.rand(64, generator=self.draw) ** 3 * 8).int() * 5 % 8
+        self.balancer.load.add([ids[:, None], (ids[:, None] + 3) % 8], 64)
+
+    def launch(self) -> None:
+        """And what a step would find then: the tables, and places with other weights than they say."""
+        self.balancer.before_launch(1)
+        for number, layer in enumerate(self.layers):
+            experts = layer.spread.arrangement.experts
+            here = len(experts) // self.ranks.expert_size
+            for place, expert in enumerate(experts[self.group * here : (self.group + 1) * here]):
+                for stack in (layer.gate_up, layer.down):
+                    found = stack.weight.view(here, -1)[place].unique().tolist()
+                    if found != [100 * number + 10 * expert + self.share]:
+                        self.wrong.append([number, place, expert, found])
+            self.tables.append(experts)
+
+    def found(self) -> dict[str, Any]:
+        return {"wrong": self.wrong, "tables": self.tables, "moved": self.balancer.num_moved}
+
+
+def move(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
+    labelled = LabelledExperts(replace(parallel, expert_size=job["expert_size"]), job["num_redundant"])
+    for _ in range(6):
+        labelled.add_load()
+        for _ in range(6):  # the loads, then one layer after the other
+            labelled.launch()
+    return labelled.found()
+
+
+def beside(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
+    """An exchange begins; one rank does not begin its part before all others have made the launches beside it. The
+    meeting stands for the collectives of their steps."""
+    labelled = LabelledExperts(replace(parallel, expert_size=parallel.size), 0)
+    labelled.add_load()
+    labelled.launch()  # the loads
+    if parallel.rank == job["late"]:
+        parallel.gather_numbers(0)
+    for _ in range(BESIDE):
+        labelled.launch()
+    if parallel.rank != job["late"]:
+        parallel.gather_numbers(0)
+    labelled.launch()  # the switch
+    return labelled.found()
+
+
 def logits(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     model, num_read = build(Path(job["path"]), parallel)
     return {
@@ -205,7 +276,7 @@ def numbers(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     }
 
 
-JOBS = {"logits": logits, "greedy": greedy, "spread": spread, "numbers": numbers}
+JOBS = {"logits": logits, "greedy": greedy, "spread": spread, "move": move, "beside": beside, "numbers": numbers}
 
 
 def main() -> None:
@@ -213,7 +284,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # the disk tier warns each time
     store = open_store(port, size, is_master=False, timeout=60)
-    parallel = connect(store, rank, size, CPU.torch_device, timeout=60)
+    parallel = connect(store, rank, size, CPU.torch_device, timeout=60, background=True)
     for line in sys.stdin:
         job = json.loads(line)
         try:

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.base import attention_specs
 from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.attention.select import select_backend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
 from nanovllm.memory.budget import GIB, DoesNotFit, Memory, Wants, size_tiers
@@ -25,8 +28,11 @@ from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts
+from nanovllm.moe.load import ExpertLoad
+from nanovllm.moe.rebalance import BESIDE, Balancer, add_places
 from nanovllm.ops.opset import PLAIN
 from nanovllm.runner.expert_memory import check_expert_ranks
+from nanovllm.runner.kv_cache import block_bytes
 from nanovllm.weights.checkpoint import open_checkpoint
 from tests.lowrank.svd_folders import Choice, copy_model, write_svd
 from tests.ranks.group import RankGroup
@@ -54,7 +60,7 @@ def wanted(model: TinyModel) -> list[list[int]]:
 def agree(found: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks say."""
     assert all("error" not in rank for rank in found), found
-    for name in ("tokens", "describe"):
+    for name in ("tokens", "describe", "load", "moved"):
         assert all(rank[name] == found[0][name] for rank in found)
     if found[0]["stats"] is not None:  # on a CPU nothing is guessed, so all miss, keep and copy alike
         assert all(rank["stats"] == found[0]["stats"] for rank in found)
@@ -153,7 +159,9 @@ def test_ranks_that_find_unequal_memory_take_the_least(ranks: Ranks) -> None:
 CHOICES = {
     "qwen": [Choice(17, 30, 20, "input"), Choice(25, 11, 13, "output")],  # 3 layers, the second one dense
     "mixtral": [Choice(20, 21, 9), Choice(31, 50, 12, "input")],
+    "deepseek": [Choice(20, 21, 9), Choice(17, 30, 20, "input")],  # a shared MLP beside them
 }
+SOURCES = {"qwen": "qwen3-moe-dense-layers", "mixtral": "mixtral", "deepseek": "deepseek-v3"}
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +170,7 @@ def low_rank(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
     def get(name: str) -> Path:
         if name not in built:
-            source = tiny("qwen3-moe-dense-layers" if name == "qwen" else "mixtral").path
-            built[name] = copy_model(source, tmp_path_factory.mktemp("low-rank") / name)
+            built[name] = copy_model(tiny(SOURCES[name]).path, tmp_path_factory.mktemp("low-rank") / name)
             write_svd(built[name], CHOICES[name])
         return built[name]
 
@@ -183,6 +190,8 @@ LOW_RANK: dict[str, dict[str, Any]] = {
     [
         ("qwen", 2, "resident"),
         ("mixtral", 4, "resident"),
+        ("deepseek", 2, "resident"),
+        ("deepseek", 2, "spread"),
         ("mixtral", 2, "memory"),
         ("qwen", 4, "memory"),
         ("qwen", 2, "disk"),
@@ -206,10 +215,11 @@ def test_low_rank_experts(low_rank: Callable[[str], Path], ranks: Ranks, name: s
     assert (said["bytes_later"] > 0) == (place == "disk")
 
 
-@pytest.mark.parametrize("name", ["dense", "mixtral", "qwen"])
+@pytest.mark.parametrize("name", ["dense", "dense deepseek", "mixtral", "qwen", "deepseek"])
 def test_decodes_in_pieces(tiny: Tiny, low_rank: Callable[[str], Path], ranks: Ranks, name: str) -> None:
     """As on a GPU (runner/relay.py): the sum over the ranks is in the piece that follows the experts."""
-    path = tiny("mixtral").path if name == "dense" else low_rank(name)
+    dense = {"dense": "mixtral", "dense deepseek": "deepseek-v3"}
+    path = tiny(dense[name]).path if name in dense else low_rank(name)
     prompts = random_prompts((1, 5, 16, 33))
     job = {"do": "greedy", "path": str(path), "batches": [prompts, prompts[:1]], "num_tokens": NUM_TOKENS}
     alone = greedy({**job, "options": {}}, Parallel())
@@ -262,34 +272,103 @@ def test_spread_experts_give_what_whole_ones_do(ranks: Ranks, case: str) -> None
             assert len({rank["sum"] for rank in found}) == 1, "all ranks go on from the same numbers"
 
 
+# ---- experts that move between ranks -----------------------------------------------------------------------------
+
+EPLB = {"enable_eplb": True, "eplb_window_size": 3, "eplb_step_interval": 2}  # a pass every few tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "groups", "redundant"),
+    [("mixtral", 2, 2, 2), ("mixtral", 4, 4, 4), ("mixtral", 4, 2, 8), ("mixtral", 2, 2, 0), ("qwen3-moe", 4, 2, 2)],
+)
+def test_experts_that_move_in_the_middle_of_a_text_change_no_token(
+    tiny: Tiny, ranks: Ranks, name: str, size: int, groups: int, redundant: int
+) -> None:
+    model = tiny(name)
+    options = {"expert_parallel_size": groups, "num_redundant_experts": redundant, **EPLB}
+    said = agree(ranks(size).do(options=options, **ask(model)))
+    assert said["tokens"] == wanted(model)
+    assert said["describe"]["redundant"] == redundant
+    assert said["moved"] > 4
+    assert min(map(sum, said["load"])) > 0, "and all ranks have counted the same (`agree`)"
+
+
+def test_low_rank_experts_move_too(low_rank: Callable[[str], Path], ranks: Ranks) -> None:
+    prompts = random_prompts((1, 2, 16, 33))
+    job = {"do": "greedy", "path": str(low_rank("qwen")), "batches": [prompts], "num_tokens": NUM_TOKENS}
+    alone = greedy({**job, "options": {}}, Parallel())
+    options = {"expert_parallel_size": 2, "num_redundant_experts": 4, **EPLB}
+    said = agree(ranks(2).do(options=options, **job))
+    assert said["tokens"] == alone["tokens"]
+    assert said["moved"] > 0
+
+
+@pytest.mark.parametrize(("size", "groups", "redundant"), [(2, 2, 2), (4, 4, 8), (4, 2, 4), (4, 4, 0)])
+def test_every_place_has_the_weights_of_its_expert(ranks: Ranks, size: int, groups: int, redundant: int) -> None:
+    found = ranks(size).do(do="move", expert_size=groups, num_redundant=redundant)
+    assert [rank["wrong"] for rank in found] == [[]] * size
+    assert all(rank["tables"] == found[0]["tables"] for rank in found)
+    assert found[0]["moved"] > 10
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_launches_beside_an_exchange_do_not_wait_for_it(ranks: Ranks, late: int) -> None:
+    """If one waited, the ranks would wait for each other until the test fails."""
+    found = ranks(2).do(do="beside", late=late)
+    assert [rank["wrong"] for rank in found] == [[], []]
+    first, *others = found[0]["tables"][::2]  # of layer 0, at each launch
+    assert others[:-1] == [first] * BESIDE
+    assert others[-1] != first
+    assert found[1]["tables"] == found[0]["tables"]
+
+
 # ---- through the engine ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["spread", "low-rank"])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("spread", "mixtral"),
+        ("spread", "deepseek-v3"),
+        ("balanced", "mixtral"),
+        ("balanced", "deepseek-v3"),
+        ("low-rank", "mixtral"),
+    ],
+)
 def test_options_of_the_engine(
-    tiny: Tiny, low_rank: Callable[[str], Path], make_llm: Callable[..., LLM], way: str
+    tiny: Tiny, low_rank: Callable[[str], Path], make_llm: Callable[..., LLM], way: str, name: str
 ) -> None:
     """LLM(..., tensor_parallel_size=2, ...): the rest of this file asks ranks directly, which is faster."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    model = tiny("mixtral")
+    model = tiny(name)
     path, options = model.path, {"expert_parallel_size": 2}
     if way == "low-rank":
-        path, options = low_rank("mixtral"), LOW_RANK["disk"]
+        path, options = low_rank(name), LOW_RANK["disk"]
+    if way == "balanced":  # in vLLM's words
+        settings = {"window_size": 3, "step_interval": 2, "num_redundant_experts": 4}
+        options |= {"enable_eplb": True, "eplb_config": settings}
     alone, several = make_llm(path), make_llm(path, tensor_parallel_size=2, **options)
+    for llm in (alone, several):
+        llm.engine.executor.expert_load()  # counted on rank 0 alone, unless experts move
     found = [
         [output.outputs[0].token_ids for output in llm.generate(model.prompts, params, use_tqdm=False)]
         for llm in (alone, several)
     ]
+    assert several.engine.executor.expert_load() == alone.engine.executor.expert_load()
     assert found[1] == found[0]
     stats = several.engine.executor.expert_stats()
-    assert (stats is None) == (way == "spread")
+    assert (stats is None) == (way != "low-rank")
+    if way == "balanced":
+        assert several.engine.executor.balancer.num_moved > 4
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "groups"), [(2, 1), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-window-sharded", "qwen3-moe-dense-layers", "llama-mqa-bias"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "mixtral-window-sharded", "qwen3-moe-dense-layers", "llama-mqa-bias", "deepseek-v3"]
+)
 def test_bytes_that_are_planned_are_those_of_a_rank_as_built(tiny: Tiny, name: str, size: int, groups: int) -> None:
     """Tied heads, padded vocabularies, KV heads that ranks share, biases that every rank has, dense layers between."""
     config = ModelConfig.from_hf(open_checkpoint(tiny(name).path).config)
@@ -297,11 +376,29 @@ def test_bytes_that_are_planned_are_those_of_a_rank_as_built(tiny: Tiny, name: s
         pytest.skip("refused")
     for rank in (0, size - 1):
         build = Build(torch.float32, torch.device("meta"), PLAIN, Parallel(rank, size, expert_size=groups))
-        built = find_family(config)(config, Parts(build, SdpaBackend(), 64))
+        specs = attention_specs(config, torch.float32, build.parallel)
+        backend = select_backend("auto", specs, Device.choose("cpu"), 16).backend
+        built = find_family(config)(config, Parts(build, backend, 64))
         facts = ModelFacts(config, 4, num_ranks=size, expert_size=groups)
         num = sum(parameter.numel() for parameter in built.parameters())
         assert facts.dense_bytes + facts.all_experts_bytes == 4 * num
-        assert facts.kv_bytes_per_token == sum(8 * spec.num_kv_heads * spec.head_dim for spec in built.specs)
+        assert facts.kv_bytes_per_token == block_bytes(built.specs, 1)
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_redundant_experts_and_the_spare_buffer_are_planned(tiny: Tiny, redundant: int) -> None:
+    config = ModelConfig.from_hf(open_checkpoint(tiny("mixtral").path).config)
+    parallel = Parallel(1, 4, expert_size=2)
+    build = Build(torch.float32, torch.device("meta"), PLAIN, parallel)
+    built = find_family(config)(config, Parts(build, SdpaBackend(), 64))
+    experts = [layer.mlp.experts for layer in built.layers]
+    for layer in experts:
+        add_places(layer, 8, redundant)
+    load = ExpertLoad(len(experts), 8, torch.device("meta"), window_size=1)
+    facts = ModelFacts(config, 4, num_ranks=4, expert_size=2, num_redundant=redundant)
+    spare = Balancer(experts, load, parallel, 1)._spare.numel()
+    assert facts.dense_bytes + facts.all_experts_bytes == 4 * sum(p.numel() for p in built.parameters()) + spare
+    assert facts.num_experts == 2 * (8 + redundant) // 2
 
 
 def test_spread_experts_that_do_not_fit_are_not_offloaded() -> None:
@@ -326,6 +423,14 @@ def test_spread_experts_that_do_not_fit_are_not_offloaded() -> None:
     [
         ({"expert_parallel_size": 3}, r"expert_parallel_size=3: must divide tensor_parallel_size=4, .*: \[1, 2, 4\]"),
         ({"expert_parallel_size": 8}, r"expert_parallel_size=8: must divide tensor_parallel_size=4"),
+        ({"enable_eplb": True}, r"enable_eplb=True: every rank has a share of each expert"),
+        ({"expert_parallel_size": 2, "num_redundant_experts": 2}, r"num_redundant_experts=2: .* set enable_eplb=True"),
+        (
+            {"expert_parallel_size": 4, "enable_eplb": True, "num_redundant_experts": 6},
+            r"num_redundant_experts=6: must be a multiple of expert_parallel_size=4, .*; possible: 4, 8",
+        ),
+        ({"eplb_window_size": 0}, r"eplb_window_size=0: must be an integer in"),
+        ({"enable_eplb": "yes", "expert_parallel_size": 2}, r"enable_eplb='yes': must be True or False"),
         ({"expert_parallel_size": 0}, r"expert_parallel_size=0: must be an integer"),
         ({"expert_parallel_size": 2, "expert_placement": "offload"}, r"expert_parallel_size=2: .* stay on them; leave"),
         ({"expert_parallel_size": 4, "expert_cache_gb": 0.1}, r"tensor_parallel_size=4 alone offloads a share"),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, AsyncLLMEngine, RequestDelta, SamplingParams
 from nanovllm.engine.async_engine import IDLE_SECONDS
@@ -42,17 +43,18 @@ ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = int(os.environ.get("NANOVLLM_FAULT_ROUNDS", "4"))
 TIMEOUT = 2.0  # for ranks that hang; a busy machine may let one that is well wait as long, so no test begins with it
 PATIENT = 60.0
+SHORTER = 10.0  # where an all-reduce that has begun is sure to wait for the whole limit
 NOTICED = TIMEOUT + 2.0 + 20.0  # what is promised, and a machine that others keep busy
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 NUM_REQUESTS = 20  # more than max_num_seqs: some run, some wait
 
-MakeTwo = Callable[[], LLM]
+MakeTwo = Callable[..., LLM]
 killed_or_hung = pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 
 
 @pytest.fixture
 def make_two(make_llm: Callable[..., LLM], qwen: Path) -> MakeTwo:
-    return lambda: make_llm(qwen, tensor_parallel_size=2, worker_timeout=PATIENT)
+    return lambda limit=PATIENT: make_llm(qwen, tensor_parallel_size=2, worker_timeout=limit)
 
 
 def stop(executor: Any, rank: int = 1) -> None:
@@ -92,8 +94,9 @@ def test_killed_or_hung_at_any_moment(make_two: MakeTwo) -> None:
     """Rank 0 must not wait for ever. Each round makes a new engine at once after the last."""
     rng, before, files = random.Random(6), children(), None
     for number in range(ROUNDS):
-        llm = make_two()
-        worker, sign = worker_of(llm), (signal.SIGKILL, signal.SIGSTOP)[number % 2]
+        sign, limit = ((signal.SIGKILL, PATIENT), (signal.SIGSTOP, SHORTER))[number % 2]
+        llm = make_two(limit)
+        worker = worker_of(llm)
         add_requests(llm)
         for _ in range(rng.randrange(3)):
             llm.engine.step()
@@ -109,7 +112,7 @@ def test_killed_or_hung_at_any_moment(make_two: MakeTwo) -> None:
         timer.join()
         took = time.monotonic() - sent[0]
         # An all-reduce that had begun when the worker was stopped waits for the limit that it began with.
-        assert took < NOTICED + PATIENT * (sign == signal.SIGSTOP), (sign, took)
+        assert took < NOTICED + SHORTER * (sign == signal.SIGSTOP), (sign, took)
         with pytest.raises(EngineDeadError, match="rank 1"):
             llm.engine.executor.launch(None)  # type: ignore[arg-type]
         assert not is_alive(worker), "not even a stopped process may stay"
@@ -117,6 +120,36 @@ def test_killed_or_hung_at_any_moment(make_two: MakeTwo) -> None:
         assert children() <= before
         files = files or len(open_files())
         assert len(open_files()) <= files, open_files()
+
+
+@pytest.mark.parametrize("how", ["closed", "killed", "hung"])
+def test_an_exchange_of_experts_under_way_keeps_nothing(
+    make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel], how: str
+) -> None:
+    """Two: one that the Balancer has begun on both ranks, and one that rank 1 never takes part in."""
+    before, limit = children(), SHORTER if how == "hung" else PATIENT
+    eplb = {"expert_parallel_size": 2, "enable_eplb": True, "eplb_window_size": 3, "eplb_step_interval": 2}
+    llm = make_llm(tiny("mixtral").path, tensor_parallel_size=2, worker_timeout=limit, **eplb)
+    add_requests(llm)
+    executor = llm.engine.executor
+    balancer = executor._inner.balancer  # type: ignore[attr-defined]
+    while balancer._move is None:
+        llm.engine.step()
+    rows = torch.zeros(2, 4, dtype=torch.uint8)
+    finish = executor._parallel.begin_exchange(rows, torch.empty_like(rows), [1, 1], [1, 1])  # type: ignore[attr-defined]
+    began = time.monotonic()
+    if how == "killed":
+        os.kill(worker_of(llm), signal.SIGKILL)
+        run_to_death(llm, "rank 1", "signal 9")
+    elif how == "hung":
+        stop(executor)
+        run_to_death(llm, "rank 1", "no answer within")
+    llm.close()
+    assert time.monotonic() - began < NOTICED + SHORTER * (how == "hung")
+    with pytest.raises(RuntimeError):
+        finish()
+    assert children() <= before
+    assert executor._inner.balancer is None, "it would keep the experts' weights"  # type: ignore[attr-defined]
 
 
 def test_of_four_ranks_the_one_that_hangs_is_named(

@@ -27,7 +27,7 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama-mqa-bias", 4), ("mixtral", 2)])
+@pytest.mark.parametrize(("name", "size"), [("llama-mqa-bias", 4), ("mixtral", 2), ("deepseek-v3", 2)])
 def test_tokens_of_several_ranks_are_those_of_one(
     make_llm: Callable[..., LLM], tiny: Callable[[str], TinyModel], name: str, size: int
 ) -> None:

@@ -28,6 +28,7 @@ from tests.ranks.test_faults import (
     run_to_death,
 )
 from tests.ranks.test_multiprocess import GREEDY, SEEDED, tokens
+from tests.tiny_models import TinyModel
 
 NUM_CPUS = 2
 LIMITS = {signal.SIGKILL: PATIENT, signal.SIGSTOP: 5.0}  # a rank that is well may be slow on a busy machine
@@ -79,6 +80,16 @@ def all_is_free(ray: Any) -> bool:
     return ray.available_resources().get("CPU", 0) == NUM_CPUS
 
 
+def check_idle_ranks(executor: Any) -> None:
+    """Those that are well answer."""
+    for _ in range(3):
+        executor.check()
+        assert soon(lambda: executor._is_done(0) and executor._is_done(1))
+        assert executor._reports() == []
+    executor._called -= executor._timeout + 1  # all have answered since, so this is no silence
+    executor.check()
+
+
 def test_two_ranks_have_the_tokens_of_one_and_give_all_back(
     cluster: Any, make_ray: MakeRay, make_llm: Callable[..., LLM], qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +101,7 @@ def test_two_ranks_have_the_tokens_of_one_and_give_all_back(
     actors = [process for _, _, process in llm.engine.executor._places]  # type: ignore[attr-defined]
     assert len(actors) == 2
     assert os.getpid() not in actors, "the caller's process computes nothing"
+    check_idle_ranks(llm.engine.executor)
     monkeypatch.setattr(ray_cluster, "RESERVE_SECONDS", 0.5)
     with pytest.raises(ConfigError, match=r"had no room for 2 times {'CPU': 1}"):
         make_ray(tensor_parallel_size=2)
@@ -122,14 +134,16 @@ def test_an_idle_engine_notices(cluster: Any, qwen: Path, sign: signal.Signals) 
         expect_notice(engine, lost, lambda: os.kill(lost, sign), cause)
 
 
-def test_an_idle_rank_that_is_well_answers(cluster: Any, make_ray: MakeRay) -> None:
-    executor: Any = make_ray(tensor_parallel_size=2).engine.executor
-    for _ in range(3):
-        executor.check()
-        assert soon(lambda: executor._is_done(0) and executor._is_done(1))
-        assert executor._reports() == []
-    executor._called -= executor._timeout + 1  # all have answered since, so this is no silence
-    executor.check()
+def test_experts_move_and_are_counted(
+    cluster: Any, tiny: Callable[[str], TinyModel], make_llm: Callable[..., LLM]
+) -> None:
+    model = tiny("mixtral")
+    settings = {"window_size": 3, "step_interval": 2, "num_redundant_experts": 2}
+    ranks = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "distributed_executor_backend": "ray"}
+    alone, spread = make_llm(model.path), make_llm(model.path, **ranks, enable_eplb=True, eplb_config=settings)
+    alone.engine.executor.expert_load()
+    assert tokens(spread, GREEDY) == tokens(alone, GREEDY)
+    assert spread.engine.executor.expert_load() == alone.engine.executor.expert_load()
 
 
 def test_counting_experts_on_a_lost_rank_is_no_error_of_its_own(cluster: Any, make_ray: MakeRay) -> None:

@@ -26,6 +26,8 @@ from tests.tiny_models import TinyModel
         ("qwen3-bias-tied", 2),
         ("mixtral", 2),
         ("qwen3-moe-renormalised", 4),
+        ("deepseek-v2-lite", 2),
+        ("deepseek-v3", 4),
     ],
 )
 def test_logits_of_several_ranks_are_those_of_one(

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from tests.ranks.processes import children, num_threads, open_files, resident_bytes
+from nanovllm.hardware.host import resident_bytes
+from tests.ranks.processes import children, num_threads, open_files
 from tests.tiny_models import TinyModel
 
 CYCLES = int(os.environ.get("NANOVLLM_SOAK_CYCLES", "5"))

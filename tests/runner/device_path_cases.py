@@ -8,16 +8,26 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.base import LatentSpec
+from nanovllm.attention.latent import TritonLatentBackend
+from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.attention.select import BackendChoice
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.ops.opset import triton_ops
+from nanovllm.layers.scaled_attention import scaled_layers
+from nanovllm.ops import kv_cache
+from nanovllm.ops.kv_cache import E4M3, expand_kv
+from nanovllm.ops.opset import PLAIN, triton_ops
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import build, captured_steps
 from nanovllm.runner.model_runner import ModelRunner
+from tests.ops.quick_interpreter import skip_overflow_checks
 from tests.tiny_models import TinyModel
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_device_path.py"
+skip_overflow_checks()
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -38,15 +48,17 @@ def replayed(function: Callable[[], None], trial: bool = True) -> Callable[[], N
 
 def on_device(llm: LLM) -> ModelRunner:
     executor = llm.engine.executor
+    is_latent = isinstance(executor.runner.model.specs[0], LatentSpec)
     for layer in executor.runner.model.layers:
-        layer.attention.backend = TritonBackend()
+        layer.attention.backend = TritonLatentBackend() if is_latent else TritonBackend()
     plan = executor.blueprint
     runner = ModelRunner(
         executor.runner.model, executor.layout, executor.device, plan.limits, plan.config.max_num_seqs, on_device=True
     )
     assert runner._loop is not None
     runner._loop.capture(replayed)
-    runner._captured.capture(replayed, 8)
+    if not is_latent:
+        runner._captured.capture(replayed, 8)
     runner.warm_up()
     executor.runner = runner
     return runner
@@ -80,13 +92,20 @@ WITH_A_GRAMMAR = [
 ]
 
 
-@pytest.mark.parametrize("requests", [REQUESTS, WITH_A_GRAMMAR], ids=["any", "grammar"])
+@pytest.mark.parametrize(
+    ("name", "requests"),
+    [("llama-mqa-bias", REQUESTS), ("qwen3-bias-tied", WITH_A_GRAMMAR), ("deepseek-v3", REQUESTS[:3])],
+    ids=["any", "grammar", "deepseek"],
+)
 def test_tokens_are_those_of_the_plain_runner(
-    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, requests: list[tuple[list[int], dict[str, Any]]]
+    tiny: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    requests: list[tuple[list[int], dict[str, Any]]],
 ) -> None:
     prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
     params = [SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **given}) for _, given in requests]
-    path = str(tiny("llama-gqa-tied").path)
+    path = str(tiny(name).path)
     with LLM(path, **OPTIONS) as llm:
         plain = llm.generate(prompts, params, use_tqdm=False)
     monkeypatch.setattr(captured_steps, "TOKEN_BUCKETS", (4, 8))
@@ -98,3 +117,95 @@ def test_tokens_are_those_of_the_plain_runner(
     for request, one, other in zip(requests, device, plain):
         assert tokens(one) == tokens(other), request
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3), request
+
+
+class TwinBackend(SdpaBackend):
+    """Expands the whole cache to numbers, by the formula of ops/kv_cache.py."""
+
+    def attend(self, q: Any, k_cache: Any, v_cache: Any, batch: Any, spec: Any, scales: Any = None) -> Any:
+        keys, values = (expand_kv(cache, q.dtype) * scale for cache, scale in zip((k_cache, v_cache), scales))
+        return super().attend(q, keys, values, batch, spec)
+
+
+def with_8_bits(monkeypatch: pytest.MonkeyPatch, backend: Any, ops: Any) -> None:
+    monkeypatch.setattr(build, "choose_kv_dtype", lambda *_: E4M3)
+    monkeypatch.setattr(build, "select_backend", lambda *_: BackendChoice(backend, {backend.name: "chosen"}))
+    monkeypatch.setattr(build, "choose_ops", lambda *_: ops)
+
+
+def scales_of(llm: LLM) -> list[list[float]]:
+    return [layer.scales.tolist() for layer in scaled_layers(llm.engine.executor.runner.model.layers)]
+
+
+def test_a_cache_in_8_bits(tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks, captured steps, preemption and prefix hits give what the plain twin gives, which rounds and
+    expands with torch. Both measure their scales on the first step, and never again. That is a prompt of one token: a
+    plan of decodes, which later ones replay."""
+    prompts = [{"prompt_token_ids": ids} for ids in ([5, 9, 2, 7, 1, 3], list(range(20, 44)), [45] * 12)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    path = str(tiny("qwen3-bias-tied").path)
+    options = {**OPTIONS, "num_kvcache_blocks": 6, "max_model_len": 80}
+    monkeypatch.setattr(kv_cache, "MIN_SCALE", 1e-6)
+    with LLM(path, **options) as llm:
+        rounded_nothing = llm.generate(prompts, params, use_tqdm=False)
+    with_8_bits(monkeypatch, TwinBackend(), PLAIN)
+    with LLM(path, **options) as llm:
+        assert llm.engine.describe()["runs_on"]["kv_cache_dtype"] == "float8_e4m3fn"
+        assert llm.engine.describe()["runs_on"]["kv_scales"] == "first prompts"
+        llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=1), use_tqdm=False)
+        expected_scales = scales_of(llm)
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(captured_steps, "TOKEN_BUCKETS", (4, 8))
+    with_8_bits(monkeypatch, TritonBackend(), triton_ops())
+    with LLM(path, **options) as llm:
+        runner = on_device(llm)
+        assert {scale for scales in scales_of(llm) for scale in scales} == {1.0}  # neither trial nor warm-up counts
+        llm.engine.add_request("first", [5], params)
+        llm.engine.step()
+        measured = scales_of(llm)
+        assert not runner.measures
+        assert all(scale != 1.0 for scales in measured for scale in scales)
+        llm.engine.abort_request("first")
+        device = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.engine.scheduler.num_preemptions > 0
+        again = llm.generate(prompts[1:2], params, use_tqdm=False)
+        assert again[0].num_cached_tokens >= 16
+        assert scales_of(llm) == measured
+        assert {tensor.dtype for cache in runner._caches for tensor in cache} == {torch.uint8}
+    assert torch.tensor(measured).allclose(torch.tensor(expected_scales), rtol=1e-5)
+    loss = distance(plain, rounded_nothing)
+    assert loss > 1e-3, "the cache is not rounded"
+    assert distance(device, plain) < loss / 3, (distance(device, plain), loss)
+    assert distance(again, plain[1:2]) < loss / 3
+
+
+def distance(some: list[RequestOutput], others: list[RequestOutput]) -> float:
+    """The mean, of logprobs of texts that are still the same."""
+    found = []
+    for one, other in zip(some, others):
+        a, b = one.outputs[0], other.outputs[0]
+        for x, y, same in zip(a.logprobs or (), b.logprobs or (), map(int.__eq__, a.token_ids, b.token_ids)):
+            found += [abs(x[token].logprob - y[token].logprob) for token in x.keys() & y.keys()]
+            if not same:
+                break
+    return sum(found) / len(found)
+
+
+def test_padding_counts_for_no_expert(tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps are larger than what is in them; each size has choices of its own (moe/load.py)."""
+    prompts = [{"prompt_token_ids": ids} for ids in ([5, 9, 2], [7, 1, 3, 8, 4, 6], [11] * 13)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    path = str(tiny("mixtral").path)
+    with LLM(path, **OPTIONS) as llm:
+        llm.engine.executor.expert_load()
+        llm.generate(prompts, params, use_tqdm=False)
+        plain = llm.engine.executor.expert_load()
+    monkeypatch.setattr(captured_steps, "TOKEN_BUCKETS", (4, 8))
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    with LLM(path, **OPTIONS) as llm:
+        on_device(llm)
+        llm.engine.executor.expert_load()
+        llm.generate(prompts, params, use_tqdm=False)
+        assert llm.engine.executor.expert_load() == plain
+    [total] = {sum(layer) for layer in plain}
+    assert total >= (3 + 6 + 13 + 3 * 3) * 2

@@ -70,11 +70,13 @@ def test_rows_are_reused_and_late_tokens_of_who_left_are_dropped() -> None:
     assert batch.tokens(3).tolist() == [4]
 
 
-def test_the_last_token_of_a_full_sequence_is_not_stored() -> None:
-    batch = InputBatch(1, 4, 4)
-    batch.apply(StepPlan(1, (PlanEntry(1, 0, 4, 0, (0,), True),), (arrival(1, 1, 2, 3, 4),)))
-    batch.append([1], np.array([[5]]))
-    assert batch.tokens(1).tolist() == [1, 2, 3, 4]
+def test_tokens_beyond_a_full_sequence_overwrite_none() -> None:
+    batch = InputBatch(2, 4, 4)
+    entries = (PlanEntry(1, 0, 4, 0, (0,), True), PlanEntry(2, 0, 1, 0, (1,), True))
+    batch.apply(StepPlan(1, entries, (arrival(1, 1, 2, 3, 4), arrival(2, 7))))
+    batch.append([1, 2], np.array([[5, 6], [8, 9]]))
+    assert batch.tokens(1).tolist()[:4] == [1, 2, 3, 4]
+    assert batch.tokens(2).tolist() == [7, 8, 9]
 
 
 def test_padding_of_a_mixed_step_touches_nothing() -> None:

@@ -6,6 +6,7 @@ import torch
 from scipy import stats
 
 from nanovllm.ops import sampling
+from nanovllm.sampling import sampler
 from nanovllm.sampling.rows import SamplingRow
 from nanovllm.sampling.sampler import sample
 from nanovllm.sampling_params import SamplingParams
@@ -289,6 +290,57 @@ def test_top_ids_are_those_of_a_stable_sort(shape, vocab):
     for k in {1, 2, 20, 64, vocab // 2, vocab}:
         if 0 < k <= vocab:
             assert torch.equal(sampling.top_ids(x, k), order[:, :k]), k
+
+
+# --- in C as in PyTorch -----------------------------------------------------------------------------------------------
+
+WIDE_SHAPES = {
+    **SHAPES,
+    "so large that noise is rounded away": lambda rng, n: rng.integers(-2, 3, n) * 1e4,
+    "as large as logits may be": lambda rng, n: rng.choice([-3e38, -1e30, 0.0, 1e30], n),
+}
+
+
+def any_row(rng, vocab):
+    """Parameters at both ends of what is allowed, and between."""
+    pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
+    params = SamplingParams(
+        temperature=pick(0.0, 1e-5, 0.3, 1.0, 1.0, 2.5, 100.0),
+        top_k=pick(0, 0, 0, 1, 20, 700, vocab, vocab + 1, 2**31 - 1),
+        top_p=pick(1.0, 1.0, 1e-9, 0.51237, 0.9123, 0.999999),
+        min_p=pick(0.0, 0.0, 0.0, 1e-9, 0.0567, 1.0),
+    )
+    seed = pick(-(2**63), -1, 0, 2**63, 2**64 - 1, int(rng.integers(2**62)))
+    return SamplingRow(params, seed, np.broadcast_to(np.int32(0), pick(1, 77, 2**31 + 5, 2**32 + 1)), 1)
+
+
+@pytest.mark.skipif(sampler._kernels() is None, reason="no C compiler")
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 65, 2047, 2048, 2049, 49_152, 151_936])
+def test_c_draws_what_pytorch_draws(vocab, monkeypatch):
+    rng = np.random.default_rng(vocab)
+    shapes = [*WIDE_SHAPES.values()] * 4
+    logits = torch.tensor(np.stack([shape(rng, vocab) for shape in shapes]), dtype=torch.float32)
+    rows = [any_row(rng, vocab) for _ in shapes]
+    in_c = sample(logits.clone(), rows).token_ids
+    monkeypatch.setattr(sampler, "_kernels", lambda: None)
+    other = [i for i, token in enumerate(sample(logits.clone(), rows).token_ids) if token != in_c[i]]
+    for i in other:
+        x, params = logits[i].numpy(), rows[i].params
+        _, margin = expected_token(x, params, rows[i].seed, len(rows[i].token_ids))
+        assert margin < 1e-4 or settled_by_rounding(x, params), (i, params)
+    assert len(other) <= 1
+
+
+@pytest.mark.skipif(sampler._kernels() is None, reason="no C compiler")
+def test_c_loses_no_token_at_the_end_of_what_is_kept(monkeypatch):
+    """Of a row with many likely tokens, each share ends elsewhere; unlikely tokens are drawn too."""
+    rng = np.random.default_rng(0)
+    logits, count = np.sort(rng.standard_normal(3000) * 3), 600  # whole blocks of 64 columns are not kept
+    rows = [row(i, top_p=float(rng.uniform(0.1, 0.999)), temperature=2.0) for i in range(count)]
+    rows += [row(i, min_p=1e-9) for i in range(count)]
+    in_c = many(logits, rows)
+    monkeypatch.setattr(sampler, "_kernels", lambda: None)
+    assert sum(a != b for a, b in zip(in_c, many(logits, rows))) <= 2  # two candidates may lie within rounding
 
 
 # --- distributions ---------------------------------------------------------------------------------------------------

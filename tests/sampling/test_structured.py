@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, RequestError, SamplingParams
@@ -74,6 +76,38 @@ def test_grammar(llm: LLM) -> None:
     found = texts(llm, {"grammar": 'start: "ab" inner\ninner: /[cd]/ | "(" inner ")"'})
     assert found
     assert all(re.fullmatch(r"ab(\()*[cd](\))*", t) and t.count("(") == t.count(")") for t in found)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"choice": ["<|bos|>"]}, "<|bos|>"),
+        ({"regex": "x<|eos|>y".replace("|", r"\|")}, "x<|eos|>y"),
+        ({"json": {"const": "<|eos|>"}}, '"<|eos|>"'),
+    ],
+)
+def test_forced_text_that_spells_a_special_token_is_text(llm: LLM, wanted: Any, text: str) -> None:
+    params = SamplingParams(structured_outputs=wanted, max_tokens=20)
+    [output] = llm.generate(["the rain"], params, use_tqdm=False)[0].outputs
+    assert (output.text, output.finish_reason) == (text, "stop")
+    assert not set(output.token_ids[:-1]) & set(llm.engine.tokenizer.all_special_ids)
+
+
+def test_forced_text_that_spells_an_added_token_is_text(llm: LLM) -> None:
+    """Qwen's <tool_call> is one token but not a special one. By its id a grammar can still ask for it."""
+    tokenizer = copy.deepcopy(llm.engine.tokenizer)
+    tokenizer.add_tokens(["<tool_call>"])
+    added = tokenizer.convert_tokens_to_ids("<tool_call>")
+    grammars = Grammars(tokenizer, len(tokenizer), llm.engine.model_config.eos_token_ids)
+    for source, expected in (('start: "<tool_call>"', None), (f"start: <[{added}]>", [added])):
+        grammar = grammars.compiled(SamplingParams(structured_outputs={"grammar": source})).structured_outputs
+        assert isinstance(grammar, Grammar)
+        ids: list[int] = []
+        while len(ids) < 20 and not grammar.is_complete(ids):
+            words = structured.allowed_words([(grammar, np.asarray(ids, np.int32))], len(tokenizer))
+            ids.append(int(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0]))
+        assert tokenizer.decode(ids) == "<tool_call>"
+        assert ids == expected if expected else added not in ids
 
 
 def test_together_with_everything_else(llm: LLM) -> None:

@@ -173,10 +173,12 @@ def until(condition: Callable[[], Any], seconds: float = 20) -> None:
 
 
 @contextlib.contextmanager
-def command(model: Any, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def command(model: Any, *options: str, files: int | None = None) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """`nanovllm serve` as a process of its own: (process, address). Its log goes to a file, since a pipe that is not
-    read would stop it."""
+    read would stop it. `files` is its `ulimit -n`; this process, which may have more of them open, keeps its own."""
     words = [sys.executable, "-m", "nanovllm", "serve", "--model", str(model), "--device", "cpu", "--port", "0"]
+    if files is not None:
+        words = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *words]
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         with open(log.name, "wb") as written:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}

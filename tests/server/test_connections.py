@@ -468,15 +468,8 @@ def files_of(process: subprocess.Popen[bytes]) -> int:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 def test_a_flood_leaves_files_for_the_rest(llama: TinyModel) -> None:
     """`ulimit -n 64`: 300 connections at once, and the server neither runs out of files nor says so in its log."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-    try:
-        started = command(llama.path, "--num-kvcache-blocks", "64", "--max-num-seqs", "4", "--idle-timeout", "120")
-        process, url = started.__enter__()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    with contextlib.ExitStack() as stack:
-        stack.push(started.__exit__)
+    options = ("--num-kvcache-blocks", "64", "--max-num-seqs", "4", "--idle-timeout", "120")
+    with command(llama.path, *options, files=64) as (process, url), contextlib.ExitStack() as stack:
         existing = stack.enter_context(connect(url, LATE))
         assert is_well(existing)
         crowd = [stack.enter_context(connect(url, LATE)) for _ in range(300)]

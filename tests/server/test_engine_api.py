@@ -334,7 +334,7 @@ def test_pause_step_resume(watched: Running) -> None:
         assert feed.replay.seqs[seq.seq_id].blocks == seq.block_table
         assert control(watched, "resume") is False
         assert answer.result(20).json()["usage"]["completion_tokens"] == 8
-        assert feed.kinds().count("pause") == 2
+        feed.wait_for("pause", 2)
 
 
 def test_a_step_of_nothing(watched: Running) -> None:
@@ -393,7 +393,9 @@ def test_another_policy_sorts_the_line(watched: Running) -> None:
 
 def test_pausing_finishes_what_is_in_flight(watched: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two steps in flight: after a pause there is none, and a single step is exactly one."""
+    launch = watched.engine.executor.launch
     monkeypatch.setattr(watched.engine.executor.runner, "overlap", 2)
+    monkeypatch.setattr(watched.engine.executor, "launch", lambda plan: (time.sleep(0.02), launch(plan))[1])
     with Feed(watched) as feed, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(watched.post, "/v1/completions", {**SHORT, "max_tokens": 100})
         feed.wait_for("done", 3)

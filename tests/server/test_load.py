@@ -9,13 +9,13 @@ import asyncio
 import gc
 import os
 import random
-import resource
 from typing import Any
 
+from nanovllm.hardware.host import resident_bytes
 from tests.server.rig import Running, raw_stream, running, until
 from tests.tiny_models import TinyModel
 
-CLIENTS = int(os.environ.get("NANOVLLM_CLIENTS", "200"))
+CLIENTS = int(os.environ.get("NANOVLLM_CLIENTS", "80"))
 TOKENS = 24
 
 
@@ -39,8 +39,7 @@ async def crowd(server: Running, seed: int) -> dict[int, str]:
 
 
 def resident_kb() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() // 1024
+    return resident_bytes() // 1024
 
 
 def test_a_crowd_with_random_leavers(llama: TinyModel) -> None:

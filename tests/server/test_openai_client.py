@@ -73,7 +73,7 @@ def test_streamed_completions_are_the_whole_in_pieces(server: Running, client: o
     assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
         exclude={"prompt_tokens_details"}
     )
-    assert len(chunks) > 8
+    assert len(chunks) > 4
     assert len({chunk.id for chunk in chunks}) == 1
 
 

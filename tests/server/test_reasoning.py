@@ -216,5 +216,5 @@ def test_thoughts_in_other_dialects(server: Running, monkeypatch: pytest.MonkeyP
     assert answer["content"][0]["text"] == "Oslo"
     events = events_of(server.post("/v1/responses", {**body, "stream": True}).text)
     deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
-    assert (len(deltas) > 1, "".join(deltas)) == (True, "hm hm")
+    assert "".join(deltas) == "hm hm"  # in one or several: a stream merges what its reader has not taken yet
     assert [event["text"] for event in events if event["type"] == "response.reasoning_text.done"] == ["hm hm"]

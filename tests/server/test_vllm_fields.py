@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.rig import Running, events_of
+from tests.server.rig import Running, events_of, running
 from tests.server.test_refusals import HI, check_error
 from tests.tiny_models import TinyModel
 
@@ -163,10 +163,24 @@ def test_prompts_are_truncated_from_the_left(server: Running, llama: TinyModel) 
     assert text.startswith(server.engine.tokenizer.decode(prompt[-9:]).rstrip("\ufffd"))
 
 
+def test_a_cache_below_max_model_len_is_the_limit(llama: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    with running(llama.path, {"num_kvcache_blocks": 5, "kvcache_block_size": 16}) as small:
+        [warning] = [record.message for record in caplog.records if "KV cache" in record.message]
+        for part in ("holds 80 tokens", "max_model_len=160", "num_kvcache_blocks=10"):
+            assert part in warning
+        options = {"max_tokens": 5, "return_token_ids": True, **GREEDY}
+        long = {"prompt": [5] * 150, "truncate_prompt_tokens": -1, **options}
+        [choice] = small.post("/v1/completions", long).json()["choices"]
+        assert (len(choice["prompt_token_ids"]), len(choice["token_ids"])) == (75, 5)
+        for body, part in (({"prompt": [5] * 76}, "leaves room for 4"), ({**long, "truncate_prompt_tokens": 81}, "80")):
+            answer = small.post("/v1/completions", {**options, **body})
+            assert (answer.status_code, "KV cache" in answer.text, part in answer.text) == (400, True, True)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_not_cut_by_stop_strings(server: Running, stream: bool) -> None:
-    """Its text is the server's own business, and half a call is of no use."""
-    schema = {"properties": {"a": {"const": "stop here"}}, "required": ["a"], "additionalProperties": False}
+    """Its text is the server's own business, and half a call is of no use; nor is the special token a stop."""
+    schema = {"properties": {"a": {"const": "stop <|end|>here"}}, "required": ["a"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     ban = {str(i): -100 for i in range(300) if not server.engine.tokenizer.decode([i]).strip()}
     stops = {"stop": ["here", "{", '"'], "stop_token_ids": list(range(7, 100))}
@@ -185,4 +199,4 @@ def test_a_forced_call_is_not_cut_by_stop_strings(server: Running, stream: bool)
             [choice_made] = answer.json()["choices"]
             text = choice_made["message"]["tool_calls"][0]["function"]["arguments"]
             reason = choice_made["finish_reason"]
-        assert (json.loads(text), reason) == ({"a": "stop here"}, "tool_calls")
+        assert (json.loads(text), reason) == ({"a": "stop <|end|>here"}, "tool_calls")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from pathlib import Path
 
@@ -56,9 +57,18 @@ def write_tokenizer(writer: gguf.GGUFWriter, pre: str = "smollm") -> int:
 
 
 def write_model(
-    path: Path, arch: str, state: dict[str, torch.Tensor], *, num_heads=4, num_kv_heads=2, head_dim=8, extra=None
+    path: Path,
+    arch: str,
+    state: dict[str, torch.Tensor],
+    *,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    extra=None,
+    types=None,
 ) -> Path:
-    """A Hugging Face state dict as llama.cpp's converter would write it. `extra(writer)` adds metadata or tensors."""
+    """A Hugging Face state dict as llama.cpp's converter would write it. `extra(writer)` adds metadata or tensors;
+    `types`: part of a name -> type, "Q4_0" (F32 where there is none)."""
     names = {
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",
@@ -96,9 +106,13 @@ def write_model(
             heads = num_heads if "q_proj" in name else num_kv_heads
             halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+        kind = next((gguf.GGMLQuantizationType[kind] for part, kind in (types or {}).items() if part in name), None)
         for long, short in names.items():
             name = name.replace(long, short)
-        writer.add_tensor(name, array)
+        if kind is None:
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,7 +120,38 @@ def write_model(
     return path
 
 
-def tiny_state(arch: str = "llama", *, tied: bool = True, num_layers: int = 2, vocab: int = 267) -> dict:
+def stack_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`...experts.3.w1.weight` and its like as one tensor, `...experts.w1.weight`."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        before, _, after = name.partition(".experts.")
+        number, _, matrix = after.partition(".")
+        found.setdefault(f"{before}.experts.{matrix}" if after else name, {})[int(number or 0)] = tensor
+    stacked = {name: torch.stack([those[i] for i in range(len(those))]) for name, those in found.items()}
+    return {name: tensor if ".experts." in name else tensor[0] for name, tensor in stacked.items()}
+
+
+def add_tensors(
+    writer: gguf.GGUFWriter,
+    names: gguf.TensorNameMap,
+    state: dict[str, torch.Tensor],
+    matrices: list[str] | None = None,
+) -> None:
+    """By the names that the gguf package has for Hugging Face's. `matrices`: types that these take in turns."""
+    kinds = itertools.cycle(gguf.GGMLQuantizationType[kind] for kind in matrices or ["F32"])
+    for name, tensor in state.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        array = tensor.detach().float().contiguous().numpy()
+        if array.ndim > 1 and "ffn_gate_inp" not in stored and (kind := next(kinds)) != 0:  # 0: F32
+            writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, array)
+
+
+def tiny_state(
+    arch: str = "llama", *, tied: bool = True, num_layers: int = 2, vocab: int = 267, inner: int = 48
+) -> dict:
     """hidden 32, 4 query heads and 2 key heads of 8; row i of each projection is recognisable."""
     torch.manual_seed(0)
     state = {"model.embed_tokens.weight": torch.randn(vocab, 32), "model.norm.weight": torch.randn(32)}
@@ -123,7 +168,7 @@ def tiny_state(arch: str = "llama", *, tied: bool = True, num_layers: int = 2, v
             state[f"{prefix}self_attn.k_norm.weight"] = torch.randn(8)
         state[f"{prefix}input_layernorm.weight"] = torch.randn(32)
         state[f"{prefix}post_attention_layernorm.weight"] = torch.randn(32)
-        state[f"{prefix}mlp.gate_proj.weight"] = torch.randn(48, 32)
-        state[f"{prefix}mlp.up_proj.weight"] = torch.randn(48, 32)
-        state[f"{prefix}mlp.down_proj.weight"] = torch.randn(32, 48)
+        state[f"{prefix}mlp.gate_proj.weight"] = torch.randn(inner, 32)
+        state[f"{prefix}mlp.up_proj.weight"] = torch.randn(inner, 32)
+        state[f"{prefix}mlp.down_proj.weight"] = torch.randn(32, inner)
     return state

@@ -129,7 +129,7 @@ def test_rope_freqs_in_a_file(tmp_path):
 
 
 REFUSED = {
-    "experts": (lambda w: w.add_expert_count(8), "expert_count is 8"),
+    "shared experts": (lambda w: [w.add_expert_count(8), w.add_expert_shared_count(1)], "expert_shared_count is 1"),
     "partial rotary": (lambda w: w.add_rope_dimension_count(4), "rope.dimension_count is 4"),
     "sliding window": (lambda w: w.add_sliding_window(64), "sliding_window is 64"),
     "longrope": (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "'longrope'"),
@@ -151,6 +151,8 @@ def test_refused_by_name(tmp_path, case):
 def test_unknown_architecture_and_bad_numbers(tmp_path):
     with pytest.raises(ModelError, match=r"general\.architecture is 'gemma3'"):
         open_checkpoint(write_model(tmp_path / "m.gguf", "gemma3", tiny_state()))
+    with pytest.raises(ModelError, match="expert_count is 8"):
+        config_of(tmp_path, lambda writer: writer.add_expert_count(8), arch="qwen3")
     with pytest.raises(ModelError, match="head_count is 0"):
         config_of(tmp_path, None, num_heads=0, arch="qwen3")
     with pytest.raises(ModelError, match=r"head_count_kv is .*must be one integer"):

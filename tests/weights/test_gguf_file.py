@@ -96,6 +96,18 @@ BROKEN = {
     "array length": (raw_gguf([entry("k", ARRAY, array(F32, 2**61))]), "the length of k is 2305843009213693952"),
     "array bytes": (raw_gguf([entry("k", ARRAY, array(U64, 9, b"\0" * 40))], alignment=1), "length of k is 72"),
     "string array": (raw_gguf([entry("k", ARRAY, array(STRING, 10**6))]), "the length of k is 1000000"),
+    "string in an array": (
+        raw_gguf([entry("k", ARRAY, array(STRING, 3, text("a") + struct.pack("<Q", 10**6) + b"\0" * 40))]),
+        "the length of k is 1000000 bytes: only",
+    ),
+    "array of strings cut": (
+        raw_gguf([entry("k", ARRAY, array(STRING, 2, text("abcdefghi")))], alignment=1),
+        "length of k is 8",
+    ),
+    "array not UTF-8": (
+        raw_gguf([entry("k", ARRAY, array(STRING, 2, text("a") + text(b"\xff")))]),
+        "k is bytes .* UTF-8",
+    ),
     "nested array": (raw_gguf([entry("k", ARRAY, array(ARRAY, 1, array(U32, 0)))]), "item type of k is 9"),
     "array type": (raw_gguf([entry("k", ARRAY, array(99, 1, b"\0" * 8))]), "item type of k is 99"),
     "alignment 24": (raw_gguf([entry("general.alignment", U32, u32(24))]), "general.alignment is 24"),

@@ -1,5 +1,6 @@
 """Tokenizers built from GGUF metadata, against transformers' conversion and against hand-computed tokens."""
 
+import unicodedata
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,12 +44,15 @@ def byte_level(pre="smollm", merges=(), words=(), **extra):
     }
 
 
+PRES = ["smollm", "qwen2", "llama-bpe", "gpt-2", "default", "deepseek-llm", "deepseek-coder", "deepseek-v3"]
+
+
 def pieces(metadata, text):
     tokenizer = build_tokenizer(metadata, Path("x.gguf"))
     return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
 
 
-@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe", "gpt-2", "default"])
+@pytest.mark.parametrize("pre", PRES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_byte_comes_back(pre, text):
     if pre == "qwen2":
@@ -71,6 +75,53 @@ def test_how_words_are_cut_before_merging():
     assert cut("llama-bpe", "1231 1") == ["123", "1", "Ġ", "1"]
     assert cut("gpt-2", "123 1") == ["123", "Ġ1"]
     assert cut("default", "123 1") == ["123", "Ġ1"]
+    assert cut("deepseek-v3", "1231 1") == ["123", "1", "Ġ", "1"]
+    assert cut("deepseek-v3", ".abab abab") == [".", "abab", "Ġ", "abab"]
+
+
+# (text, its words by deepseek-llm, by deepseek-coder; None: the same), worked out from the published patterns
+DEEPSEEK_WORDS = [
+    ("", [], None),
+    ("Hello, world!", ["Hello", ",", " world", "!"], None),
+    ("a  b", ["a", " ", " b"], None),  # one blank leads a word, the others stay
+    ("a\tb c ", ["a", "\tb", " c", " "], None),
+    ("a \n\n b\r\n", ["a", " ", "\n", "\n", " b", "\r", "\n"], None),  # each line end by itself
+    ("it's WE'LL", ["it", "'", "s", " WE", "'", "LL"], None),  # contractions are no words
+    ("x1234 56", ["x", "1", "2", "3", "4", " ", "5", "6"], None),
+    ("3.14 ½²", ["3", ".", "1", "4", " ", "½", "²"], None),
+    # The signs of V2 are written as ranges of ASCII, one of which includes the letters: it cuts where others stand
+    ("Führer Привет", ["F", "ü", "hrer", " Привет"], ["Führer", " Привет"]),
+    ("你好世界 abc", ["你好世界", " abc"], None),
+    ("你好，世界！", ["你好", "，", "世界", "！"], None),
+    ("日本語のテスト 한국어", ["日本語のテスト", " ", "한국어"], None),  # a blank leads none of these
+    ("مرحبا بك", ["مرحبا بك"], ["مرحبا", " بك"]),  # letters without case: V2 does not cut them
+    ("a+b = $c^2", ["a", "+", "b", " =", " $", "c", "^", "2"], ["a", "+", "b", " = $", "c", "^", "2"]),
+    ("x<=y", ["x", "<=", "y"], None),
+    ("— “quoted”", ["—", " ", "“", "quoted", "”"], None),  # typographic signs are among the East Asian ones
+    ("😀😀 ok", ["😀😀", " ok"], None),
+    ("նա Նա", ["նա", " Ն", "ա"], ["նա", " Նա"]),  # Armenian: V2 lists only its capitals
+]
+
+
+def deepseek_words(pre, text):
+    backend = build_tokenizer(byte_level(pre), Path("x.gguf")).backend_tokenizer
+    return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(("text", "llm", "coder"), DEEPSEEK_WORDS)
+def test_words_of_deepseek(text, llm, coder):
+    assert deepseek_words("deepseek-llm", text) == llm
+    assert deepseek_words("deepseek-coder", text) == (llm if coder is None else coder)
+
+
+def test_the_letters_of_deepseek_llm():
+    """The published pattern lists ranges with 2,729 letters; ours names a property and blocks."""
+    pre_tokenizer = build_tokenizer(byte_level("deepseek-llm"), Path("x.gguf")).backend_tokenizer.pre_tokenizer
+    cased = [chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) in ("Lu", "Ll", "Lt")]
+    # The blank goes with a letter, if only at first, and so not with what is before it.
+    letters = [c for c in cased if pre_tokenizer.pre_tokenize_str(f"😀 {c}")[0][1] == (0, 1)]
+    assert len(letters) == 2729
+    assert {*"azAZµßžǅΩяֆა𝐀ꞏ"} & {*letters} == {*"azAZµßžǅΩя"}
 
 
 def test_llama3_takes_whole_words_without_merges():

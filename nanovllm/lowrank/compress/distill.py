@@ -119,6 +119,11 @@ def prepare_job(
     model: WindowModel, calib_path: Path | None, folder: Path, options: Options, announce: bool = True
 ) -> DistillRun:
     teacher = teacher_hash(model.checkpoint)
+    if forms := {*model.checkpoint.packed_forms().values(), *model.checkpoint.quantised_types().values()}:
+        text = "the file's weights are quantised (%s): shares are of numbers, and factors take 16 or 32 bits each"
+        logger.warning(
+            text + ", so they may need more memory than before; compress the 16-bit files", ", ".join(sorted(forms))
+        )
     calibration = None
     if options.method == "distilled":
         if calib_path is None:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBatch, AttentionSpec
+from nanovllm.attention.latent import LatentBackend
 from nanovllm.errors import ModelError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
@@ -38,6 +39,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import DecoderLayer, Parts
 from nanovllm.moe.layer import MoeLayer
+from nanovllm.ops.mla import rotate_latent
 from nanovllm.ops.opset import PLAIN
 from nanovllm.ops.rotary import Angles, rotate
 from nanovllm.runner.step import unstored_step
@@ -50,7 +52,7 @@ RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] 
 class Held:
     """The keys or values of one call, in place of the engine's paged cache."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: Any) -> None:
         self.spec = spec
         self.tensor = torch.empty(0)
 
@@ -74,6 +76,12 @@ def hold_keys(qkv: torch.Tensor, norms: Any, eps: float, angles: Angles, *rest: 
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     keys.tensor, values.tensor = rotate(k, angles), v
     return rotate(q, angles)
+
+
+def turn_latent(q_pe: torch.Tensor, kv: torch.Tensor, weight: torch.Tensor, eps: float, *rest: Any) -> Any:
+    """ops/mla.py's latent_rope without a cache: LatentBackend attends to the latents of the call themselves."""
+    angles, positions, _cache, _slots, interleaved = rest
+    return rotate_latent(q_pe, kv, rms_norm(kv[:, : len(weight)], weight, eps), angles, positions, interleaved)
 
 
 class WholeWindows:
@@ -104,7 +112,13 @@ class WholeWindows:
 
 
 WITH_GRADIENTS = replace(
-    PLAIN, name="windows", linear=F.linear, rms_norm=rms_norm, add_rms_norm=add_rms_norm, qk_norm_rope=hold_keys
+    PLAIN,
+    name="windows",
+    linear=F.linear,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    qk_norm_rope=hold_keys,
+    latent_rope=turn_latent,
 )
 
 
@@ -152,7 +166,8 @@ class WindowModel:
         self.layer_ids = tuple(i for i, sparse in enumerate(config.moe.layers) if sparse)
         self._names: dict[tuple[int, int, str], str] = {}  # (layer, expert, matrix) -> tensor of the checkpoint
         build = Build(torch.float32, device.torch_device, WITH_GRADIENTS, Parallel())
-        parts = Parts(build, WholeWindows(), max_len, lambda *_: OnDiskExperts())  # type: ignore[arg-type]
+        backend = WholeWindows() if config.mla is None else LatentBackend()
+        parts = Parts(build, backend, max_len, lambda *_: OnDiskExperts())
         self.model = find_family(config)(config, parts).eval()
         load_weights(self.model, checkpoint, self.model.rules, self._targets())
 
@@ -203,11 +218,13 @@ class WindowModel:
         return self.model.embed(ids.flatten().to(self.device.torch_device))
 
     def attend(self, layer: int, h: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """h: the residual stream [windows * length, hidden] -> (input of the layer's MLP, the stream after
-        attention)."""
+        """h: the residual stream [windows * length, hidden] -> (input of the layer's MLP or experts, the stream after
+        attention and after the experts that every token takes)."""
         step = unstored_step([length] * (len(h) // length), length, 1, h.device)
-        held = tuple(Held(self.model.specs[layer]) for _ in "kv")
-        return self._decoder(layer).attend(h, None, self.model.rope(step), step, held)  # type: ignore[arg-type]
+        spec, decoder = self.model.specs[layer], self._decoder(layer)
+        held = tuple(Held(spec) for _ in spec.cache_shapes)
+        x, h = decoder.attend(h, None, self.model.rope(step), step, held)  # type: ignore[arg-type]
+        return x, decoder.mlp.add_shared(h, x) if self.is_sparse(layer) else h
 
     def route(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(expert ids, weights), [rows, top_k] each."""

@@ -43,7 +43,7 @@ from nanovllm.lowrank.compress.predict import (
     predict_losses,
     text_in_words,
 )
-from nanovllm.lowrank.compress.text import evaluation_windows, low_rank_allowed, share_seen
+from nanovllm.lowrank.compress.text import WINDOW, evaluation_windows, low_rank_allowed, share_seen
 from nanovllm.lowrank.folder import teacher_hash
 from nanovllm.lowrank.format import FOLDER, SvdMetadata
 
@@ -174,7 +174,8 @@ def sweep(
     with open_windows(model_path, Device.choose(device)) as model:
         svd_ranks = swept.svd_ranks(model.config.hidden_size)
         equal = {svd_rank: equal_svd_ranks(model, svd_rank) for svd_rank in svd_ranks}  # refuses a wrong one at once
-        windows = evaluation_windows(model.checkpoint.load_tokenizer(), text)
+        window = min(WINDOW, model.config.max_position_embeddings)
+        windows = evaluation_windows(model.checkpoint.load_tokenizer(), text, window=window)
         calibration = load_calibration(calib_path, teacher_hash(model.checkpoint))
         calibration.warn(model.config.hidden_size)
         if (seen := share_seen(windows, calibration.windows)) > SEEN:

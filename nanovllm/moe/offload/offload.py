@@ -44,7 +44,7 @@ from nanovllm.moe.offload.report import ExpertCall, HostRouting, RoutingReport
 from nanovllm.moe.offload.store import ExpertShape, ExpertStore
 from nanovllm.moe.offload.table import BufferTable, is_small
 from nanovllm.moe.projections import SharedProjections, cut_expert
-from nanovllm.ops import moe as plain
+from nanovllm.ops.opset import PLAIN, choose_ops
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertForm
 from nanovllm.weights.loader import LoadTarget
@@ -110,6 +110,7 @@ class Offload:
         self.report = RoutingReport(build.ops, moe.num_experts, moe.top_k, options.prefetch, options.cpu_misses)
         self._stalls, self._counts = StallClock(self.stream), _Counts()
         self._prefetches, self._closed = options.prefetch, False
+        self._on_cpu = choose_ops(False, torch.float32) if options.cpu_misses else PLAIN
         # Locks host memory: last.
         self.store = ExpertStore(shape, device, self.stream, checkpoint, options.host_bytes, self.cache.quotas())
         try:
@@ -136,7 +137,7 @@ class Offload:
     def experts(self, layer: int, moe: MoeConfig, hidden: int, build: Build) -> OffloadedExperts:
         """`Parts.experts` of the model; `layer` counts all layers."""
         number = self.shape.layers.index(layer)
-        made = OffloadedExperts(self, number, self._whole[number], self._build)
+        made = OffloadedExperts(self, number, self._whole[number], self._build, not moe.shared_size)
         self._between[number] = made.between
         return made
 
@@ -290,7 +291,7 @@ class Offload:
             rows, columns = np.nonzero(routing.ids == expert)
             views = self.shape.views(self.store.block(call.layer, expert)[None], call.layer)
             buffers, share = torch.zeros(len(rows), 1, dtype=torch.int32), weights[rows, columns][:, None]
-            results.append(plain.expert_pairs(z[rows], *views, buffers, share, between=between)[:, 0])
+            results.append(self._on_cpu.expert_pairs(z[rows], *views, buffers, share, between=between)[:, 0])
             places.append(rows * self._top_k + columns)
         found, where = self._transfers.send([torch.cat(results).view(torch.uint8).numpy(), np.concatenate(places)])
         call.pairs.view(-1, call.pairs.shape[2]).index_copy_(0, where, found.view(call.pairs.dtype))
@@ -359,9 +360,9 @@ class OffloadedExperts(SharedProjections):
 
     graph_safe = False  # the host reads what was chosen
 
-    def __init__(self, offload: Offload, layer: int, form: ExpertForm, build: Build) -> None:
+    def __init__(self, offload: Offload, layer: int, form: ExpertForm, build: Build, reduces: bool) -> None:
         """`layer`: among the sparse ones. `form`: of whole experts."""
-        super().__init__(form, build)
+        super().__init__(form, build, reduces)
         self.offload, self.layer = offload, layer
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

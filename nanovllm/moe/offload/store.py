@@ -39,7 +39,7 @@ from nanovllm.memory.budget import GIB, fit_host, gib
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import DOWN, ExpertForm
 from nanovllm.weights.loader import LoadTarget, OnDisk, ShardTarget, as_target
-from nanovllm.weights.safetensors_folder import Location
+from nanovllm.weights.shards import Location
 
 logger = logging.getLogger("nanovllm")
 

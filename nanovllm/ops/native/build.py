@@ -1,4 +1,4 @@
-"""Compiling kernels.c on first use, for the processor it runs on, and keeping the result.
+"""Compiling the C files of this folder on first use, for the processor it runs on, and keeping the result.
 
 No compiler, no cache folder, a failing compilation: each is a reason (a string), never an error, because the plain
 operators do the same work. The library is named after everything that went into it and moved into place whole, so two
@@ -21,54 +21,76 @@ import torch  # noqa: F401  (its OpenMP runtime must be loaded first: the librar
 
 from nanovllm.hardware.host import cache_folder, cpu_fact
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-fPIC",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-fassociative-math",
-)
+# Every product and sum of floats is rounded by itself, in the order in which it is written.
+EXACT_FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+FAST_FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
+HEADERS = ("exp.h", "half.h", "share.h")
+SOURCES = {"kernels.c": FAST_FLAGS, "linear.c": FAST_FLAGS, "quant.c": EXACT_FLAGS, "sampling.c": EXACT_FLAGS}
+SOURCES |= {"share.c": EXACT_FLAGS, "tape.c": EXACT_FLAGS}
+MACHINE = "-march=native"
 # With OpenMP, but not linked to a runtime of its own: torch's is already in the process, and two pools of threads
 # spinning on the same cores are slower than one thread. If that does not load, without OpenMP.
-# quant.c: every product and sum of floats is rounded by itself, in the order in which it is written.
-EXACT_FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 VARIANTS = (("-fopenmp",), ())
 TIMEOUT_SECONDS = 120
+INSTALL = "install a C compiler (Debian and Ubuntu: apt install gcc; macOS: xcode-select --install)"
+
+
+class CannotWrite(Exception):
+    pass
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | str:
-    """The compiled kernels, or why there are none. Computed once a process."""
+    """The compiled kernels, or why there are none, with the remedy. Computed once a process."""
     if os.environ.get("NANOVLLM_NATIVE", "1") == "0":
-        return "turned off by NANOVLLM_NATIVE=0"
+        return "turned off by NANOVLLM_NATIVE=0; leave that out"
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return "no C compiler (cc, gcc or clang) on PATH"
+        return f"no C compiler (cc, gcc or clang) on PATH; {INSTALL}"
     reason = ""
     for extra in VARIANTS:
         try:
-            return ctypes.CDLL(str(_compile(compiler, extra)))
+            return _load(compiler, extra)
+        except CannotWrite as error:
+            reason = f"{error}; set NANOVLLM_CACHE to a folder that can"
         except (OSError, subprocess.SubprocessError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}; set CC to a compiler that works, or {INSTALL}"
     return f"compiling failed: {reason}"
 
 
+def _load(compiler: str, extra: tuple[str, ...]) -> ctypes.CDLL:
+    path = _compile(compiler, extra)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        if any(word in str(error) for word in ("ymbol", "cannot open shared object")):  # what OpenMP needs is not here
+            raise
+        path.unlink(missing_ok=True)  # a damaged file
+        return ctypes.CDLL(str(_compile(compiler, extra)))
+
+
 def _compile(compiler: str, extra: tuple[str, ...]) -> Path:
-    facts = [SOURCE.read_text(), *FLAGS, *extra, _run([compiler, "--version"]), platform.machine()]
+    here = Path(__file__).parent
+    facts = [(here / header).read_text() for header in HEADERS]
+    facts += [MACHINE, *extra, _run([compiler, "--version"]), platform.machine()]
+    for source, flags in SOURCES.items():
+        facts += [(here / source).read_text(), *flags]
     facts += [cpu_fact("model name"), cpu_fact("flags")]  # what -march=native depends on
     name = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:24]
-    folder = cache_folder() / "native"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    target = folder / f"kernels-{name}.so"
-    if target.exists():
+    target = cache_folder() / "native" / f"kernels-{name}.so"
+    if target.exists():  # in a folder that need not be writable any more
         return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise CannotWrite(f"{target.parent} cannot be written ({error})") from error
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        compiled, linked = Path(work, "kernels.o"), Path(work, "kernels.so")
-        _run([compiler, *FLAGS, *extra, "-c", str(SOURCE), "-o", str(compiled)])
-        _run([compiler, "-shared", str(compiled), "-o", str(linked), "-lm"])
+        linked, objects = Path(work, "kernels.so"), [str(Path(work, source + ".o")) for source in SOURCES]
+        for (source, flags), compiled in zip(SOURCES.items(), objects):
+            _run([compiler, *flags, MACHINE, *extra, "-c", str(here / source), "-o", compiled])
+        _run([compiler, "-shared", *objects, "-o", str(linked), "-lm"])
         os.replace(linked, target)
     return target
 

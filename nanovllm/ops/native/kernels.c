@@ -11,27 +11,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* exp for the softmax and the gate: exp(x) = 2^n * exp(r), |r| <= ln(2)/2, by a polynomial; 2 ulp, and it vectorises. */
-static inline float exp_(float x) {
-    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
-    float n = rintf(x * 1.44269504f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23; /* 2^n, by its exponent */
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
-}
+#include "exp.h"
+#include "half.h"
+#include "share.h"
 
 /* Inlined with a constant size wherever the callers below have one: short loops of unknown length are all remainder. */
-#define INLINE static inline __attribute__((always_inline))
-
 INLINE float dot(const float *a, const float *b, int64_t n) {
     float total = 0.0f;
     for (int64_t i = 0; i < n; i++) total += a[i] * b[i];
@@ -71,29 +55,79 @@ static void turn(const float *in, const float *weight, float eps, const float *c
     }
 }
 
+/* ---- numbers in the KV cache: as they are, in 16 bits, or in 8 bits with a scale in 16 bits behind each head ---------- */
+
+enum { FLOAT32, FLOAT16, INT8 }; /* in the order of ops.py:CACHE_FORMS */
+
+INLINE int64_t head_bytes(const int form, int64_t dim) {
+    return form == FLOAT32 ? 4 * dim : form == FLOAT16 ? 2 * dim : dim + 2;
+}
+
+/* The twin is ops/kv_cache.py:round_kv. */
+static void store_head(int64_t form, const float *x, int64_t dim, uint8_t *out) {
+    if (form == FLOAT32) {
+        memcpy(out, x, dim * sizeof(float));
+    } else if (form == FLOAT16) {
+        for (int64_t i = 0; i < dim; i++) ((uint16_t *)out)[i] = float_to_half(x[i]);
+    } else {
+        float peak = 0.0f;
+        int nans = 0;
+        for (int64_t i = 0; i < dim; i++) peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak;
+        for (int64_t i = 0; i < dim; i++) nans |= x[i] != x[i];
+        uint16_t half = float_to_half(nans ? NAN : peak / 127.0f);
+        float scale = half_to_float(half);
+        for (int64_t i = 0; i < dim; i++) {
+            float q = scale > 0.0f ? rintf(x[i] / scale) : 0.0f;
+            ((int8_t *)out)[i] = (int8_t)(q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q);
+        }
+        memcpy(out + dim, &half, sizeof half);
+    }
+}
+
+/* A head of the cache as floats: where it lies, or expanded into `room`. Its twin is ops/kv_cache.py:expand_kv. */
+INLINE const float *load_head(const int form, const uint8_t *in, const int64_t dim, float *room) {
+    if (form == FLOAT32) return (const float *)in;
+    if (form == FLOAT16) {
+        halves_to_floats((const uint16_t *)in, dim, room);
+    } else {
+        uint16_t half;
+        memcpy(&half, in + dim, sizeof half);
+        const float scale = half_to_float(half);
+        for (int64_t i = 0; i < dim; i++) room[i] = (float)((const int8_t *)in)[i] * scale;
+    }
+    return room;
+}
+
 /* qkv [tokens, (heads + 2 * kv_heads) * dim]: q goes to q_out, k and v to their slot of the cache. */
 void qk_norm_rope(const float *qkv, const float *q_weight, const float *k_weight, float eps, const float *table,
                   const int64_t *positions, const int64_t *slots, int64_t tokens, int64_t heads, int64_t kv_heads,
-                  int64_t dim, int64_t half, float *q_out, float *k_cache, float *v_cache) {
+                  int64_t dim, int64_t half, int64_t form, float *q_out, uint8_t *k_cache, uint8_t *v_cache) {
+    const int64_t size = head_bytes(form, dim);
+    float turned[dim];
     for (int64_t t = 0; t < tokens; t++) {
         const float *cos_sin = table + positions[t] * 2 * half;
         for (int64_t h = 0; h < heads; h++, qkv += dim, q_out += dim) turn(qkv, q_weight, eps, cos_sin, half, dim, q_out);
-        float *k = k_cache + slots[t] * kv_heads * dim, *v = v_cache + slots[t] * kv_heads * dim;
-        for (int64_t h = 0; h < kv_heads; h++, qkv += dim) turn(qkv, k_weight, eps, cos_sin, half, dim, k + h * dim);
-        memcpy(v, qkv, kv_heads * dim * sizeof(float));
-        qkv += kv_heads * dim;
+        uint8_t *k = k_cache + slots[t] * kv_heads * size, *v = v_cache + slots[t] * kv_heads * size;
+        for (int64_t h = 0; h < kv_heads; h++, qkv += dim) {
+            turn(qkv, k_weight, eps, cos_sin, half, dim, turned);
+            store_head(form, turned, dim, k + h * size);
+        }
+        for (int64_t h = 0; h < kv_heads; h++, qkv += dim) store_head(form, qkv, dim, v + h * size);
     }
 }
 
 /* Some KV heads of one sequence: a pass over the keys for the scores of their q heads, softmax, a pass over the values. */
-INLINE void attend(const float *q, const float *k_cache, const float *v_cache, const int32_t *table, int64_t first,
+INLINE void attend(const float *q, const uint8_t *k_cache, const uint8_t *v_cache, const int32_t *table, int64_t first,
                    int64_t len, int64_t row, int64_t kv_heads, int64_t group, int64_t block_size, float scale,
-                   int64_t longest, float *restrict scores, float *restrict out, const int64_t dim) {
+                   int64_t longest, float *restrict scores, float *restrict out, const int form, const int64_t dim) {
+    const int64_t size = head_bytes(form, dim);
+    float room[dim];
     for (int64_t t = first; t < len; t++) {
-        const float *k = k_cache + (table[t / block_size] * block_size + t % block_size) * row;
-        for (int64_t h = 0; h < kv_heads; h++)
-            for (int64_t g = h * group; g < (h + 1) * group; g++)
-                scores[g * longest + t] = dot(q + g * dim, k + h * dim, dim) * scale;
+        const uint8_t *row_k = k_cache + (table[t / block_size] * block_size + t % block_size) * row;
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const float *k = load_head(form, row_k + h * size, dim, room);
+            for (int64_t g = h * group; g < (h + 1) * group; g++) scores[g * longest + t] = dot(q + g * dim, k, dim) * scale;
+        }
     }
     for (int64_t g = 0; g < kv_heads * group; g++) {
         float *p = scores + g * longest, peak = p[first], total = 0.0f;
@@ -104,38 +138,69 @@ INLINE void attend(const float *q, const float *k_cache, const float *v_cache, c
     }
     memset(out, 0, kv_heads * group * dim * sizeof(float));
     for (int64_t t = first; t < len; t++) {
-        const float *v = v_cache + (table[t / block_size] * block_size + t % block_size) * row;
-        for (int64_t h = 0; h < kv_heads; h++)
+        const uint8_t *row_v = v_cache + (table[t / block_size] * block_size + t % block_size) * row;
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const float *v = load_head(form, row_v + h * size, dim, room);
             for (int64_t g = h * group; g < (h + 1) * group; g++) {
                 float weight = scores[g * longest + t];
-                for (int64_t i = 0; i < dim; i++) out[g * dim + i] += weight * v[h * dim + i];
+                for (int64_t i = 0; i < dim; i++) out[g * dim + i] += weight * v[i];
             }
+        }
     }
+}
+
+typedef struct {
+    const float *q;
+    const uint8_t *k_cache, *v_cache;
+    const int32_t *context_lens, *tables;
+    int64_t table_stride, heads, kv_heads, dim, block_size, form, window, together, longest; /* KV heads at once */
+    float scale, *scores, *out;
+} Attention;
+
+static void attention_job(const void *context, int64_t job) {
+    const Attention *a = context;
+    int64_t group = a->heads / a->kv_heads, size = head_bytes(a->form, a->dim), row = a->kv_heads * size;
+    int64_t s = job * a->together / a->kv_heads, h = job * a->together % a->kv_heads, len = a->context_lens[s];
+    int64_t first = a->window > 0 && len > a->window ? len - a->window : 0, place = s * a->heads + h * group;
+    const uint8_t *k = a->k_cache + h * size, *v = a->v_cache + h * size;
+#define ATTEND(FORM, DIM)                                                                                                 \
+    attend(a->q + place * a->dim, k, v, a->tables + s * a->table_stride, first, len, row, a->together, group,             \
+           a->block_size, a->scale, a->longest, a->scores + place * a->longest, a->out + place * a->dim, FORM, DIM)
+#define ATTEND_ANY(FORM)                                                                                                  \
+    if (a->dim == 64) ATTEND(FORM, 64);                                                                                   \
+    else if (a->dim == 128) ATTEND(FORM, 128);                                                                            \
+    else ATTEND(FORM, a->dim)
+    if (a->form == FLOAT32) { ATTEND_ANY(FLOAT32); }
+    else if (a->form == FLOAT16) { ATTEND_ANY(FLOAT16); }
+    else { ATTEND_ANY(INT8); }
+#undef ATTEND_ANY
+#undef ATTEND
 }
 
 /* Attention of one query token a sequence over the paged cache, read in place. A thread takes a whole sequence, so that it
  * walks the cache in order (one KV head alone skips two thirds of every row: 740 us a layer instead of 400 for 16
  * sequences of SmolLM2); a single sequence is split by KV heads. Returns 1 if there is no memory for the scores. */
-int decode_attention(const float *q, const float *k_cache, const float *v_cache, const int32_t *context_lens,
+int decode_attention(const float *q, const uint8_t *k_cache, const uint8_t *v_cache, const int32_t *context_lens,
                      const int32_t *tables, int64_t table_stride, int64_t seqs, int64_t heads, int64_t kv_heads,
-                     int64_t dim, int64_t block_size, int64_t window, float scale, int64_t longest, float *out) {
-    int64_t group = heads / kv_heads, row = kv_heads * dim, share = seqs > 1 ? kv_heads : 1;
-    float *all_scores = malloc(seqs * heads * longest * sizeof(float));
-    if (!all_scores) return 1;
-#pragma omp parallel for schedule(dynamic, 1) if (seqs * kv_heads * longest > 4096)
-    for (int64_t job = 0; job < seqs * kv_heads / share; job++) {
-        int64_t s = job * share / kv_heads, h = job * share % kv_heads, len = context_lens[s];
-        int64_t first = window > 0 && len > window ? len - window : 0, place = s * heads + h * group;
-        const float *k = k_cache + h * dim, *v = v_cache + h * dim;
-        float *scores = all_scores + place * longest;
-#define ATTEND(DIM)                                                                                                       \
-    attend(q + place * dim, k, v, tables + s * table_stride, first, len, row, share, group, block_size, scale, longest,    \
-           scores, out + place * dim, DIM)
-        if (dim == 64) ATTEND(64);
-        else if (dim == 128) ATTEND(128);
-        else ATTEND(dim);
-#undef ATTEND
-    }
-    free(all_scores);
+                     int64_t dim, int64_t block_size, int64_t form, int64_t window, float scale, float *out) {
+    int64_t longest = 0;
+    for (int64_t s = 0; s < seqs; s++) longest = context_lens[s] > longest ? context_lens[s] : longest;
+    const int64_t large = seqs * kv_heads * longest > 256, together = seqs > 1 || !large ? kv_heads : 1;
+    float *scores = malloc(seqs * heads * longest * sizeof(float));
+    if (!scores) return 1;
+    const Attention all = {q, k_cache, v_cache, context_lens, tables, table_stride, heads, kv_heads, dim, block_size, form,
+                           window, together, longest, scale, scores, out};
+    const int64_t jobs = seqs * kv_heads / together;
+    if (large) share(jobs, attention_job, &all);
+    else for (int64_t job = 0; job < jobs; job++) attention_job(&all, job);
+    free(scores);
+    return 0;
+}
+
+/* out [count, size]: rows `ids` of the table. Returns 1, and writes nothing, if it has no such row. */
+int gather_rows(const float *table, int64_t rows, int64_t size, const int64_t *ids, int64_t count, float *out) {
+    for (int64_t n = 0; n < count; n++)
+        if (ids[n] < 0 || ids[n] >= rows) return 1;
+    for (int64_t n = 0; n < count; n++) memcpy(out + n * size, table + ids[n] * size, size * sizeof(float));
     return 0;
 }

@@ -1,23 +1,31 @@
-/* Products with quantised weights on a CPU: y = x W^T, W in 4 to 8 bits, x in int8. Twin: ops/quant.py.
+/* Products with quantised weights on a CPU: y = x W^T, W in 4 to 8 bits, x in 15 bits. Twin: ops/quant.py.
  *
  * The arithmetic. A row of W is cut into blocks of 32 inputs. A weight is d q + m with q a small integer; d and m are
- * shared by the block. A row of x is cut likewise: x = e p with p an int8, e shared by the block (`quantise`). So
+ * shared by the block. A row of x is cut likewise: x = e p with |p| <= 127 * 128, e shared by the block (`quantise`). So
  *
  *     sum over the block of w x  =  (d e) (sum of q p)  +  m (e sum of p)
  *
- * The sum of q p is exact in integers, whatever the order. What remains is one multiply-add in float for each block, in
- * the order of the blocks. Multiplications and additions are rounded one by one (-ffp-contract=off), so every processor,
- * every number of threads and rows, and the twin give the same bits.
+ * Instructions multiply bytes, so p = 128 a + b with a from -127 to 127 and b from -64 to 63 is stored as two of them,
+ *
+ *     sum of q p  =  128 (sum of q a)  +  (sum of q b)
+ *
+ * exact in integers, whatever the order; the largest sums fit 31 bits (Q6_K: 2 * 128 * 16 * 32 * 127 * 128). What remains
+ * is one multiply-add in float for each block, in the order of the blocks. Multiplications and additions are rounded one
+ * by one (-ffp-contract=off), so every processor, every number of threads and rows, and the twin give the same bits.
+ * With one byte for an input, as llama.cpp has it, a third of the instructions would be gone, and 3 of 100 tokens another.
  *
  * The layout. Eight outputs are one panel. In a panel 4 inputs of 8 outputs are one vector of 32 bytes, so that one
  * instruction (vpdpbusd, or sdot twice) multiplies them with 4 bytes of x and adds up each output's four products in a
  * lane of its own. Lanes are outputs: there is no sum across lanes, d and m are vectors too, and an unpacked block is
- * used for up to 4 rows of x. Input 4 g + i of output o is byte 4 o + i of vector g = 0..7:
+ * used for up to TILE rows of x. Input 4 g + i of output o is byte 4 o + i of vector g = 0..7:
  *
  *     4 bits   32 bytes p = 0..3: vector p in the low, vector p + 4 in the high nibbles
  *     5 bits   the same, then 32 bytes: bit g is the fifth bit of vector g
  *     6 bits   the same, then 64 bytes: byte j has bits 4 and 5 of vectors 0..3, byte 32 + j those of vectors 4..7
  *     8 bits   vectors 0..7, signed
+ *
+ * With AVX-512 two panels are computed at once: their vectors are the halves of one of 64 bytes. `gap` is the distance
+ * from a panel to the next one, or 0 where there is none.
  *
  * Scales stand before the bits that they belong to, 8 numbers (one an output) each:
  *
@@ -28,22 +36,27 @@
  *     HALVES     d f16, then for 16 half blocks s i8     w = d s (q - 32)            Q6_K
  *
  * Sizes were checked by the caller (native/ops.py). */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
+#include "share.h"
+
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
 #define LANES 8
 #define BLOCK 32
-#define TILE 4 /* rows of x for which an unpacked block is used */
+#define AHEAD 8192 /* bytes of the weight that are asked for before they are needed */
 
 enum { SCALE, MINIMUM, SUPER, HALVES };
 
-typedef struct { /* rows of x, cut into blocks */
-    const int8_t *q;
-    const float *scale;   /* e, one a block */
-    const float *product; /* e times the sum of the block */
-    const int32_t *sums;  /* of half blocks */
+typedef struct { /* a tile of rows of x, cut into blocks: those of all rows with the first inputs, then with the next */
+    int8_t *q;      /* of a block 32 a, then 32 b */
+    float *scale;   /* e, one a block */
+    float *product; /* e times the sum of the block */
+    int32_t *sums;  /* of half blocks */
 } Rows;
 
 INLINE float half_to_float(uint16_t h) {
@@ -62,14 +75,55 @@ INLINE float half_to_float(uint16_t h) {
     return out;
 }
 
-/* ---- what a processor must offer: V 32 bytes, I 8 integers, F 8 floats ------------------------------------------------ */
+/* ---- what a processor must offer: V 32 bytes, I 8 integers, F 8 floats; twice that if AT_ONCE is 2 --------------------- */
 
-#if defined(__AVX2__) && defined(__F16C__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define AT_ONCE 2
+typedef __m512i V;
+typedef __m512i I;
+typedef __m512 F;
+INLINE V load(const uint8_t *p, int64_t gap) {
+    V first = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_inserti64x4(first, _mm256_loadu_si256((const __m256i *)(p + gap)), 1);
+}
+INLINE V low(V v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE V high(V v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+INLINE V plane(V v, int from, int mask) {
+    V moved = from <= 4 ? _mm512_slli_epi16(v, 4 - from) : _mm512_srli_epi16(v, from - 4);
+    return _mm512_and_si512(moved, _mm512_set1_epi8((char)mask));
+}
+INLINE V join(V a, V b) { return _mm512_or_si512(a, b); }
+INLINE V four(const int8_t *x) { int32_t word; memcpy(&word, x, 4); return _mm512_set1_epi32(word); }
+INLINE I iset(int32_t value) { return _mm512_set1_epi32(value); }
+INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+INLINE I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
+INLINE I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+INLINE __m128i eights(const void *p, int64_t gap) {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)p), _mm_loadl_epi64((const __m128i *)((const char *)p + gap)));
+}
+INLINE I iload8(const int8_t *p, int64_t gap) { return _mm512_cvtepi8_epi32(eights(p, gap)); }
+INLINE F fset(float value) { return _mm512_set1_ps(value); }
+INLINE F fadd(F a, F b) { return _mm512_add_ps(a, b); }
+INLINE F fsub(F a, F b) { return _mm512_sub_ps(a, b); }
+INLINE F fmul(F a, F b) { return _mm512_mul_ps(a, b); }
+INLINE F fint(I a) { return _mm512_cvtepi32_ps(a); }
+INLINE F fhalf(const uint8_t *p, int64_t gap) {
+    __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_cvtph_ps(_mm256_inserti128_si256(first, _mm_loadu_si128((const __m128i *)(p + gap)), 1));
+}
+INLINE F fbyte(const uint8_t *p, int64_t gap) { return fint(_mm512_cvtepu8_epi32(eights(p, gap))); }
+INLINE void fstore(float *p, F a, int lanes) { _mm512_mask_storeu_ps(p, lanes == 16 ? 0xffff : 0xff, a); }
+INLINE I ishift(I a) { return _mm512_slli_epi32(a, 7); }
+INLINE V positive(V v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
+INLINE I add_dots(int bits, I sum, V w, const int8_t *x) { (void)bits; return _mm512_dpbusd_epi32(sum, w, four(x)); }
+
+#elif defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
 typedef __m256i V;
 typedef __m256i I;
 typedef __m256 F;
-INLINE V load(const uint8_t *p) { return _mm256_loadu_si256((const V *)p); }
+INLINE V load(const uint8_t *p, int64_t gap) { (void)gap; return _mm256_loadu_si256((const V *)p); }
 INLINE V low(V v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 INLINE V high(V v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
 /* bit(s) `from` of every byte, moved to bit 4; mask says which */
@@ -83,62 +137,50 @@ INLINE I iset(int32_t value) { return _mm256_set1_epi32(value); }
 INLINE I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
 INLINE I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
 INLINE I imul(I a, I b) { return _mm256_mullo_epi32(a, b); }
-INLINE I iload8(const int8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE I iload8(const int8_t *p, int64_t gap) { (void)gap; return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 INLINE F fset(float value) { return _mm256_set1_ps(value); }
 INLINE F fadd(F a, F b) { return _mm256_add_ps(a, b); }
 INLINE F fsub(F a, F b) { return _mm256_sub_ps(a, b); }
 INLINE F fmul(F a, F b) { return _mm256_mul_ps(a, b); }
 INLINE F fint(I a) { return _mm256_cvtepi32_ps(a); }
-INLINE F fhalf(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-INLINE F fbyte(const uint8_t *p) { return fint(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
-INLINE void fstore(float *p, F a) { _mm256_storeu_ps(p, a); }
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define DOT4 _mm256_dpbusd_epi32
-#elif defined(__AVXVNNI__)
+INLINE F fhalf(const uint8_t *p, int64_t gap) { (void)gap; return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE F fbyte(const uint8_t *p, int64_t gap) { (void)gap; return fint(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+INLINE void fstore(float *p, F a, int lanes) { (void)lanes; _mm256_storeu_ps(p, a); }
+#if defined(__AVXVNNI__)
 #define DOT4 _mm256_dpbusd_avx_epi32
 #endif
+INLINE I ishift(I a) { return _mm256_slli_epi32(a, 7); }
 #ifdef DOT4
-INLINE I dot(int bits, const V *w, const int8_t *x, int count) {
-    (void)bits;
-    I sum = iset(0);
-    for (int g = 0; g < count; g++) sum = DOT4(sum, w[g], four(x + 4 * g));
-    return sum;
-}
-INLINE I dot8(const V *w, const int8_t *x, int32_t sum) { /* w signed: (w + 128) p - 128 p */
-    I total = iset(-128 * sum);
-    for (int g = 0; g < 8; g++) total = DOT4(total, _mm256_xor_si256(w[g], _mm256_set1_epi8(-128)), four(x + 4 * g));
-    return total;
-}
+INLINE V positive(V v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
+INLINE I add_dots(int bits, I sum, V w, const int8_t *x) { (void)bits; return DOT4(sum, w, four(x)); }
 #else
+#define SIGNED_DOT 1
 /* maddubs adds pairs in 16 bits; so many of its results fit there: 15 * 127 * 2 * 8, 31 * 127 * 2 * 4, 63 * 127 * 2 * 2. */
-INLINE I dot(int bits, const V *w, const int8_t *x, int count) {
-    int most = bits == 4 ? 8 : bits == 5 ? 4 : 2;
-    I sum = iset(0);
-    for (int g = 0; g < count;) {
-        I pairs = _mm256_maddubs_epi16(w[g], four(x + 4 * g));
-        int end = g + most < count ? g + most : count;
-        for (g++; g < end; g++) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[g], four(x + 4 * g)));
-        sum = iadd(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#define OWN_DOTS 1
+INLINE void dots(int bits, const V *w, const int8_t *x, int count, int lines, I *sums) {
+    const int most = bits == 4 ? 8 : bits == 5 ? 4 : 2;
+    for (int l = 0; l < lines; l++, x += BLOCK) {
+        sums[l] = iset(0);
+        for (int g = 0; g < count && bits == 8; g++) { /* |w| times x with w's sign: 128 * 127 * 2 fits 16 bits */
+            I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[g]), _mm256_sign_epi8(four(x + 4 * g), w[g]));
+            sums[l] = iadd(sums[l], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+        for (int g = 0; g < count && bits < 8;) {
+            I pairs = _mm256_maddubs_epi16(w[g], four(x + 4 * g));
+            int end = g + most < count ? g + most : count;
+            for (g++; g < end; g++) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[g], four(x + 4 * g)));
+            sums[l] = iadd(sums[l], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
     }
-    return sum;
-}
-INLINE I dot8(const V *w, const int8_t *x, int32_t sum) { /* |w| times x with w's sign: 128 * 127 * 2 fits 16 bits */
-    (void)sum;
-    I total = iset(0);
-    for (int g = 0; g < 8; g++) {
-        I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[g]), _mm256_sign_epi8(four(x + 4 * g), w[g]));
-        total = iadd(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
-    return total;
 }
 #endif
 
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 typedef struct { int8x16_t a, b; } V;
 typedef struct { int32x4_t a, b; } I;
 typedef struct { float32x4_t a, b; } F;
-INLINE V load(const uint8_t *p) { return (V){vld1q_s8((const int8_t *)p), vld1q_s8((const int8_t *)p + 16)}; }
+INLINE V load(const uint8_t *p, int64_t gap) { (void)gap; return (V){vld1q_s8((const int8_t *)p), vld1q_s8((const int8_t *)p + 16)}; }
 INLINE int8x16_t and_(int8x16_t v, int mask) { return vandq_s8(v, vdupq_n_s8((int8_t)mask)); }
 INLINE int8x16_t move(int8x16_t v, int left) { /* a negative count moves right */
     return vreinterpretq_s8_u8(vshlq_u8(vreinterpretq_u8_s8(v), vdupq_n_s8((int8_t)left)));
@@ -151,7 +193,8 @@ INLINE I iset(int32_t value) { return (I){vdupq_n_s32(value), vdupq_n_s32(value)
 INLINE I iadd(I a, I b) { return (I){vaddq_s32(a.a, b.a), vaddq_s32(a.b, b.b)}; }
 INLINE I isub(I a, I b) { return (I){vsubq_s32(a.a, b.a), vsubq_s32(a.b, b.b)}; }
 INLINE I imul(I a, I b) { return (I){vmulq_s32(a.a, b.a), vmulq_s32(a.b, b.b)}; }
-INLINE I iload8(const int8_t *p) {
+INLINE I iload8(const int8_t *p, int64_t gap) {
+    (void)gap;
     int16x8_t wide = vmovl_s8(vld1_s8(p));
     return (I){vmovl_s16(vget_low_s16(wide)), vmovl_s16(vget_high_s16(wide))};
 }
@@ -160,28 +203,35 @@ INLINE F fadd(F a, F b) { return (F){vaddq_f32(a.a, b.a), vaddq_f32(a.b, b.b)}; 
 INLINE F fsub(F a, F b) { return (F){vsubq_f32(a.a, b.a), vsubq_f32(a.b, b.b)}; }
 INLINE F fmul(F a, F b) { return (F){vmulq_f32(a.a, b.a), vmulq_f32(a.b, b.b)}; }
 INLINE F fint(I a) { return (F){vcvtq_f32_s32(a.a), vcvtq_f32_s32(a.b)}; }
-INLINE F fhalf(const uint8_t *p) {
+INLINE F fhalf(const uint8_t *p, int64_t gap) {
+    (void)gap;
     uint16x8_t words = vreinterpretq_u16_u8(vld1q_u8(p));
     return (F){vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(words))),
                vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(words)))};
 }
-INLINE F fbyte(const uint8_t *p) {
+INLINE F fbyte(const uint8_t *p, int64_t gap) {
+    (void)gap;
     uint16x8_t wide = vmovl_u8(vld1_u8(p));
     return (F){vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)))};
 }
-INLINE void fstore(float *p, F a) { vst1q_f32(p, a.a); vst1q_f32(p + 4, a.b); }
-INLINE I dot(int bits, const V *w, const int8_t *x, int count) {
-    (void)bits;
-    I sum = iset(0);
-    for (int g = 0; g < count; g++) {
-        int32_t word;
-        memcpy(&word, x + 4 * g, 4);
-        int8x16_t p = vreinterpretq_s8_s32(vdupq_n_s32(word));
-        sum = (I){vdotq_s32(sum.a, w[g].a, p), vdotq_s32(sum.b, w[g].b, p)};
-    }
-    return sum;
+INLINE void fstore(float *p, F a, int lanes) { (void)lanes; vst1q_f32(p, a.a); vst1q_f32(p + 4, a.b); }
+INLINE I ishift(I a) { return (I){vshlq_n_s32(a.a, 7), vshlq_n_s32(a.b, 7)}; }
+#define SIGNED_DOT 1
+#if defined(__ARM_FEATURE_DOTPROD)
+INLINE int32x4_t fours(int32x4_t sum, int8x16_t w, int8x16_t p) { return vdotq_s32(sum, w, p); }
+#else /* pairs in 16 bits: 128 * 127 * 2 fits */
+INLINE int32x4_t fours(int32x4_t sum, int8x16_t w, int8x16_t p) {
+    int16x8_t first = vmull_s8(vget_low_s8(w), vget_low_s8(p)), second = vmull_high_s8(w, p);
+    return vpadalq_s16(sum, vpaddq_s16(first, second));
 }
-INLINE I dot8(const V *w, const int8_t *x, int32_t sum) { (void)sum; return dot(8, w, x, 8); }
+#endif
+INLINE I add_dots(int bits, I sum, V w, const int8_t *x) {
+    (void)bits;
+    int32_t word;
+    memcpy(&word, x, 4);
+    int8x16_t p = vreinterpretq_s8_s32(vdupq_n_s32(word));
+    return (I){fours(sum.a, w.a, p), fours(sum.b, w.b, p)};
+}
 
 #else
 #define PLAIN 1
@@ -189,7 +239,7 @@ typedef struct { uint8_t v[32]; } V;
 typedef struct { int32_t v[LANES]; } I;
 typedef struct { float v[LANES]; } F;
 #define EACH(count, expression) for (int i = 0; i < (count); i++) out.v[i] = (expression); return out
-INLINE V load(const uint8_t *p) { V out; memcpy(out.v, p, 32); return out; }
+INLINE V load(const uint8_t *p, int64_t gap) { (void)gap; V out; memcpy(out.v, p, 32); return out; }
 INLINE V low(V v) { V out; EACH(32, v.v[i] & 15); }
 INLINE V high(V v) { V out; EACH(32, v.v[i] >> 4); }
 INLINE V plane(V v, int from, int mask) { V out; EACH(32, (uint8_t)((from <= 4 ? v.v[i] << (4 - from) : v.v[i] >> (from - 4)) & mask)); }
@@ -198,43 +248,55 @@ INLINE I iset(int32_t value) { I out; EACH(LANES, value); }
 INLINE I iadd(I a, I b) { I out; EACH(LANES, a.v[i] + b.v[i]); }
 INLINE I isub(I a, I b) { I out; EACH(LANES, a.v[i] - b.v[i]); }
 INLINE I imul(I a, I b) { I out; EACH(LANES, a.v[i] * b.v[i]); }
-INLINE I iload8(const int8_t *p) { I out; EACH(LANES, p[i]); }
+INLINE I iload8(const int8_t *p, int64_t gap) { (void)gap; I out; EACH(LANES, p[i]); }
 INLINE F fset(float value) { F out; EACH(LANES, value); }
 INLINE F fadd(F a, F b) { F out; EACH(LANES, a.v[i] + b.v[i]); }
 INLINE F fsub(F a, F b) { F out; EACH(LANES, a.v[i] - b.v[i]); }
 INLINE F fmul(F a, F b) { F out; EACH(LANES, a.v[i] * b.v[i]); }
 INLINE F fint(I a) { F out; EACH(LANES, (float)a.v[i]); }
-INLINE F fhalf(const uint8_t *p) { F out; EACH(LANES, half_to_float((uint16_t)(p[2 * i] | p[2 * i + 1] << 8))); }
-INLINE F fbyte(const uint8_t *p) { F out; EACH(LANES, (float)p[i]); }
-INLINE void fstore(float *p, F a) { memcpy(p, a.v, sizeof a.v); }
-INLINE I dot(int bits, const V *w, const int8_t *x, int count) {
-    I sum = iset(0);
-    for (int g = 0; g < count; g++)
-        for (int o = 0; o < LANES; o++)
-            for (int i = 0; i < 4; i++)
-                sum.v[o] += (bits == 8 ? (int8_t)w[g].v[4 * o + i] : w[g].v[4 * o + i]) * x[4 * g + i];
+INLINE F fhalf(const uint8_t *p, int64_t gap) { (void)gap; F out; EACH(LANES, half_to_float((uint16_t)(p[2 * i] | p[2 * i + 1] << 8))); }
+INLINE F fbyte(const uint8_t *p, int64_t gap) { (void)gap; F out; EACH(LANES, (float)p[i]); }
+INLINE void fstore(float *p, F a, int lanes) { (void)lanes; memcpy(p, a.v, sizeof a.v); }
+INLINE I ishift(I a) { I out; EACH(LANES, a.v[i] * 128); }
+#define SIGNED_DOT 1
+INLINE I add_dots(int bits, I sum, V w, const int8_t *x) {
+    for (int o = 0; o < LANES; o++)
+        for (int i = 0; i < 4; i++) sum.v[o] += (bits == 8 ? (int8_t)w.v[4 * o + i] : w.v[4 * o + i]) * x[i];
     return sum;
 }
-INLINE I dot8(const V *w, const int8_t *x, int32_t sum) { (void)sum; return dot(8, w, x, 8); }
 #endif
+
+#ifndef AT_ONCE
+#define AT_ONCE 1
+#endif
+/* Rows of x for which an unpacked block is used: its 8 vectors, and a sum for each row, should fit the registers. */
+#if AT_ONCE == 2
+#define TILE 8
+#else
+#define TILE 4
+#endif
+#ifndef TOGETHER
+#define TOGETHER 4 /* rows whose sums are computed at the same time */
+#endif
+#define WIDTH (AT_ONCE * LANES) /* outputs of a vector */
 
 /* ---- one panel ---------------------------------------------------------------------------------------------------- */
 
 INLINE int block_bytes(int bits) { return LANES * BLOCK / 8 * bits; }
 INLINE int header_bytes(int scales) { return LANES * (scales == SCALE ? 2 : scales == MINIMUM ? 4 : scales == SUPER ? 20 : 18); }
 
-INLINE void unpack(int bits, const uint8_t *data, V *w) {
+INLINE void unpack(int bits, const uint8_t *data, int64_t gap, V *w) {
     if (bits == 8) {
-        for (int g = 0; g < 8; g++) w[g] = load(data + 32 * g);
+        for (int g = 0; g < 8; g++) w[g] = load(data + 32 * g, gap);
         return;
     }
     for (int p = 0; p < 4; p++) {
-        V both = load(data + 32 * p);
+        V both = load(data + 32 * p, gap);
         w[p] = low(both);
         w[p + 4] = high(both);
     }
     if (bits == 5) {
-        V tops = load(data + 128);
+        V tops = load(data + 128, gap);
         w[0] = join(w[0], plane(tops, 0, 16)), w[1] = join(w[1], plane(tops, 1, 16));
         w[2] = join(w[2], plane(tops, 2, 16)), w[3] = join(w[3], plane(tops, 3, 16));
         w[4] = join(w[4], plane(tops, 4, 16)), w[5] = join(w[5], plane(tops, 5, 16));
@@ -242,63 +304,105 @@ INLINE void unpack(int bits, const uint8_t *data, V *w) {
     }
     if (bits == 6)
         for (int h = 0; h < 2; h++) {
-            V tops = load(data + 128 + 32 * h);
+            V tops = load(data + 128 + 32 * h, gap);
             w[4 * h] = join(w[4 * h], plane(tops, 0, 48)), w[4 * h + 1] = join(w[4 * h + 1], plane(tops, 2, 48));
             w[4 * h + 2] = join(w[4 * h + 2], plane(tops, 4, 48)), w[4 * h + 3] = join(w[4 * h + 3], plane(tops, 6, 48));
         }
 }
 
-/* `count` rows of x with one panel. Constant arguments make a loop of its own for each format and number of rows. */
-INLINE void panel(const int bits, const int scales, const int offset, const int count, const uint8_t *w, int64_t blocks,
-                  const Rows *x, F *acc) {
+#ifndef OWN_DOTS
+/* Sums of q a and of q b of some rows, which lie at x one after another, 32 bytes each. Line by line they would wait for
+ * each other: an instruction takes 4 cycles, and two can begin in each. */
+INLINE void dots(int bits, const V *w, const int8_t *x, int count, int lines, I *sums) {
+    UNROLL
+    for (int l = 0; l < lines; l++) sums[l] = iset(0);
+    UNROLL
+    for (int g = 0; g < count; g++)
+        UNROLL
+        for (int l = 0; l < lines; l++) sums[l] = add_dots(bits, sums[l], w[g], x + BLOCK * l + 4 * g);
+}
+#endif
+
+/* The sums of q p of `rows` rows. */
+INLINE void products(int bits, const V *w, const int8_t *x, int count, int rows, I *sums) {
+    I parts[2 * TOGETHER];
+    dots(bits, w, x, count, 2 * rows, parts);
+    UNROLL
+    for (int r = 0; r < rows; r++) sums[r] = iadd(ishift(parts[2 * r]), parts[2 * r + 1]);
+}
+
+/* `count` rows of x with one panel (or AT_ONCE). Constant arguments make a loop of its own for each format and number of
+ * rows. Sums and addresses are local variables: what is stored through `sums` could be anything, also the addresses. */
+INLINE void panel(const int bits, const int scales, const int offset, const int count, const uint8_t *w, int64_t gap,
+                  int64_t blocks, const Rows *rows, F *sums) {
     const int per_header = scales >= SUPER ? 8 : 1;
+    const Rows x = *rows;
+    F acc[TILE];
     for (int r = 0; r < count; r++) acc[r] = fset(0.0f);
     for (int64_t first = 0; first < blocks; first += per_header) {
         const uint8_t *header = w;
-        F d = fhalf(header), m = scales == MINIMUM || scales == SUPER ? fhalf(header + 16) : fset(0.0f);
+        F d = fhalf(header, gap), m = scales == MINIMUM || scales == SUPER ? fhalf(header + 16, gap) : fset(0.0f);
         w += header_bytes(scales);
         for (int i = 0; i < per_header; i++, w += block_bytes(bits)) {
             int64_t b = first + i;
             V v[8];
-            unpack(bits, w, v);
+            for (int ahead = 0; ahead < block_bytes(bits); ahead += 64) {
+                __builtin_prefetch(w + AHEAD + ahead);
+                if (AT_ONCE == 2) __builtin_prefetch(w + gap + AHEAD + ahead);
+            }
+            unpack(bits, w, gap, v);
+#ifndef SIGNED_DOT /* its bytes have no sign: (w + 128) p - 128 p */
+            for (int g = 0; g < 8 && bits == 8; g++) v[g] = positive(v[g]);
+            const int shift = bits == 8 ? 128 : offset;
+#else
+            const int shift = offset;
+#endif
             F scale = d, minimum = m;
             I left = iset(0), right = iset(0);
             if (scales == SUPER) {
-                scale = fmul(d, fbyte(header + 32 + 8 * i));
-                minimum = fmul(m, fbyte(header + 96 + 8 * i));
+                scale = fmul(d, fbyte(header + 32 + 8 * i, gap));
+                minimum = fmul(m, fbyte(header + 96 + 8 * i, gap));
             }
             if (scales == HALVES) {
-                left = iload8((const int8_t *)header + 16 + 16 * i);
-                right = iload8((const int8_t *)header + 24 + 16 * i);
+                left = iload8((const int8_t *)header + 16 + 16 * i, gap);
+                right = iload8((const int8_t *)header + 24 + 16 * i, gap);
             }
-            for (int r = 0; r < count; r++) {
-                const int8_t *q = x[r].q + BLOCK * b;
-                const int32_t *sums = x[r].sums + 2 * b;
-                I total;
-                if (scales == HALVES)
-                    total = iadd(imul(left, isub(dot(bits, v, q, 4), iset(offset * sums[0]))),
-                                 imul(right, isub(dot(bits, v + 4, q + 16, 4), iset(offset * sums[1]))));
-                else if (bits == 8)
-                    total = dot8(v, q, sums[0] + sums[1]);
-                else if (offset)
-                    total = isub(dot(bits, v, q, 8), iset(offset * (sums[0] + sums[1])));
-                else
-                    total = dot(bits, v, q, 8);
-                acc[r] = fadd(acc[r], fmul(fmul(scale, fset(x[r].scale[b])), fint(total)));
-                if (scales == MINIMUM) acc[r] = fadd(acc[r], fmul(minimum, fset(x[r].product[b])));
-                if (scales == SUPER) acc[r] = fsub(acc[r], fmul(minimum, fset(x[r].product[b])));
+            UNROLL
+            for (int first = 0; first < count; first += TOGETHER) {
+                const int now = count - first < TOGETHER ? count - first : TOGETHER;
+                const int64_t n = b * count + first;
+                const int8_t *q = x.q + 2 * BLOCK * n;
+                I totals[TOGETHER], others[TOGETHER];
+                products(bits, v, q, scales == HALVES ? 4 : 8, now, totals);
+                if (scales == HALVES) products(bits, v + 4, q + 16, 4, now, others);
+                UNROLL
+                for (int r = 0; r < now; r++) {
+                    const int32_t *of = x.sums + 2 * (n + r);
+                    I total = totals[r];
+                    if (scales == HALVES)
+                        total = iadd(imul(left, isub(total, iset(offset * of[0]))),
+                                     imul(right, isub(others[r], iset(offset * of[1]))));
+                    else if (shift)
+                        total = isub(total, iset(shift * (of[0] + of[1])));
+                    F sum = fadd(acc[first + r], fmul(fmul(scale, fset(x.scale[n + r])), fint(total)));
+                    if (scales == MINIMUM) sum = fadd(sum, fmul(minimum, fset(x.product[n + r])));
+                    if (scales == SUPER) sum = fsub(sum, fmul(minimum, fset(x.product[n + r])));
+                    acc[first + r] = sum;
+                }
             }
         }
     }
+    for (int r = 0; r < count; r++) sums[r] = acc[r];
 }
 
-typedef void (*Panel)(int, const uint8_t *, int64_t, const Rows *, F *);
+typedef void (*Panel)(int, const uint8_t *, int64_t, int64_t, const Rows *, F *);
 #define FORMAT(name, bits, scales, offset)                                                                                \
-    static void name(int count, const uint8_t *w, int64_t blocks, const Rows *x, F *acc) {                                \
-        if (count == 4) panel(bits, scales, offset, 4, w, blocks, x, acc);                                                \
-        else if (count == 3) panel(bits, scales, offset, 3, w, blocks, x, acc);                                           \
-        else if (count == 2) panel(bits, scales, offset, 2, w, blocks, x, acc);                                           \
-        else panel(bits, scales, offset, 1, w, blocks, x, acc);                                                           \
+    static void name(int count, const uint8_t *w, int64_t gap, int64_t blocks, const Rows *x, F *acc) {                   \
+        if (count == TILE) panel(bits, scales, offset, TILE, w, gap, blocks, x, acc);                                      \
+        else if (count == 4) panel(bits, scales, offset, 4, w, gap, blocks, x, acc);                                           \
+        else if (count == 3) panel(bits, scales, offset, 3, w, gap, blocks, x, acc);                                      \
+        else if (count == 2) panel(bits, scales, offset, 2, w, gap, blocks, x, acc);                                      \
+        else panel(bits, scales, offset, 1, w, gap, blocks, x, acc);                                                      \
     }
 FORMAT(q4_0, 4, SCALE, 8)
 FORMAT(q4_1, 4, MINIMUM, 0)
@@ -315,61 +419,137 @@ static const struct { Panel panel; int bits, scales, offset; } FORMATS[] = { /* 
 
 /* ---- entry points --------------------------------------------------------------------------------------------------- */
 
-/* A row at a time: block by block e = max |x| / 127, q = x / e rounded to even. A block with an infinity or a NaN gets
- * e = NaN, and so does every output that reads it, as in floating point. */
-void quantise(const float *x, int64_t rows, int64_t size, int8_t *q, float *scale, float *product, int32_t *sums) {
-    for (int64_t b = 0; b < rows * (size / BLOCK); b++, x += BLOCK, q += BLOCK, sums += 2) {
-        float most = 0.0f, odd = 0.0f;
-        for (int i = 0; i < BLOCK; i++) {
-            float a = fabsf(x[i]);
-            most = a > most ? a : most;
-            odd += x[i] * 0.0f;
-        }
-        int finite = odd == 0.0f;
-        float e = finite ? most / 127.0f : NAN, inverse = finite && e > 0.0f ? 1.0f / e : 0.0f;
-        int32_t halves[2] = {0, 0};
-        for (int h = 0; h < 2; h++)
-            for (int i = 16 * h; i < 16 * h + 16; i++) {
-                float rounded = finite ? rintf(x[i] * inverse) : 0.0f;
-                rounded = rounded > 127.0f ? 127.0f : rounded < -127.0f ? -127.0f : rounded;
-                q[i] = (int8_t)rounded;
-                halves[h] += q[i];
+/* One block: e = max |x| / (127 * 128), p = x / e rounded to even. If it has an infinity or a NaN, e is NaN, and so is
+ * every output that reads it, as in floating point; numbers too small for e count as 0. The bits of |x| sort like integers,
+ * infinity and NaN above all others, and a compiler may take the maximum of integers in any order, eight at a time. */
+INLINE void quantise_block(const float *x, int8_t *q, float *scale, float *product, int32_t *sums) {
+    int32_t bits[BLOCK], top = 0;
+    memcpy(bits, x, sizeof bits);
+    for (int i = 0; i < BLOCK; i++) top = (bits[i] & 0x7fffffff) > top ? bits[i] & 0x7fffffff : top;
+    const int finite = top < 0x7f800000;
+    float most;
+    memcpy(&most, &top, sizeof most);
+    float e = most / 16256.0f;
+    e = e >= FLT_MIN ? e : 0.0f;
+    float inverse = finite && e > 0.0f ? 1.0f / e : 0.0f;
+    int32_t rounded[BLOCK], left = 0, right = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        float r = finite ? rintf(x[i] * inverse) : 0.0f;
+        rounded[i] = (int32_t)(r > 16256.0f ? 16256.0f : r < -16256.0f ? -16256.0f : r);
+    }
+    for (int i = 0; i < BLOCK; i++) q[i] = (int8_t)((rounded[i] + 64) >> 7); /* a, rounded down after adding half */
+    for (int i = 0; i < BLOCK; i++) q[BLOCK + i] = (int8_t)(rounded[i] - 128 * q[i]);
+    for (int i = 0; i < 16; i++) left += rounded[i], right += rounded[16 + i];
+    sums[0] = left, sums[1] = right;
+    *scale = finite ? e : NAN;
+    *product = *scale * (float)(left + right);
+}
+
+/* Of `left` rows, how many are the next tile: as many as one loop is compiled for. */
+INLINE int tile_rows(int64_t left) { return left >= TILE ? TILE : left > 4 ? 4 : (int)left; }
+
+/* The tile that begins with row `first`. */
+INLINE Rows tile(const Rows *all, int64_t first, int64_t blocks) {
+    const int64_t n = first * blocks;
+    return (Rows){all->q + 2 * BLOCK * n, all->scale + n, all->product + n, all->sums + 2 * n};
+}
+
+typedef struct {
+    const float *x;
+    int64_t rows, blocks, parts; /* blocks of a row */
+    const Rows *out;
+} Inputs;
+
+static void quantise_part(const void *context, int64_t part) {
+    const Inputs *a = context;
+    const int64_t from = a->blocks * part / a->parts, to = a->blocks * (part + 1) / a->parts;
+    for (int64_t first = 0, count; first < a->rows; first += count) {
+        const Rows own = tile(a->out, first, a->blocks);
+        count = tile_rows(a->rows - first);
+        for (int64_t b = from; b < to; b++)
+            for (int64_t r = 0; r < count; r++) {
+                const int64_t n = b * count + r;
+                quantise_block(a->x + ((first + r) * a->blocks + b) * BLOCK, own.q + 2 * BLOCK * n, own.scale + n,
+                               own.product + n, own.sums + 2 * n);
             }
-        scale[b] = e;
-        product[b] = e * (float)(halves[0] + halves[1]);
-        sums[0] = halves[0], sums[1] = halves[1];
     }
 }
 
-/* y [rows, stride] gets its first `outputs` columns: x in blocks (see quantise) times W^T, plus bias (or NULL). */
-void quantised_linear(int64_t format, const uint8_t *w, int64_t outputs, int64_t size, const int8_t *q, const float *scale,
-                      const float *product, const int32_t *sums, int64_t rows, const float *bias, float *y, int64_t stride) {
-    const int64_t blocks = size / BLOCK, panels = (outputs + LANES - 1) / LANES;
-    const int scales = FORMATS[format].scales;
-    const int64_t bytes = blocks * block_bytes(FORMATS[format].bits) + blocks / (scales >= SUPER ? 8 : 1) * header_bytes(scales);
-    const Panel run = FORMATS[format].panel;
-#pragma omp parallel for schedule(static) if (rows * panels * blocks > 2048)
-    for (int64_t p = 0; p < panels; p++)
-        for (int64_t r = 0; r < rows; r += TILE) {
-            int count = rows - r < TILE ? (int)(rows - r) : TILE;
-            Rows x[TILE];
+/* Rows of x in blocks, tile by tile: q [rows * blocks, 64], scale and product [rows * blocks], sums [rows * blocks, 2]. */
+void quantise(const float *x, int64_t rows, int64_t size, const Rows *out) {
+    const int64_t blocks = size / BLOCK, parts = rows * size > 32768 ? num_parts(blocks) : 1;
+    const Inputs all = {x, rows, blocks, parts, out};
+    share(parts, quantise_part, &all);
+}
+
+typedef struct {
+    Panel run;
+    const uint8_t *w;
+    int64_t bytes, panels, blocks, outputs, rows, stride, parts;
+    const Rows *x;
+    const float *bias;
+    float *y;
+} Product;
+
+static void product_part(const void *context, int64_t part) {
+    const Product *a = context;
+    const int64_t pairs = (a->panels + AT_ONCE - 1) / AT_ONCE;
+    for (int64_t p = AT_ONCE * (pairs * part / a->parts); p < AT_ONCE * (pairs * (part + 1) / a->parts); p += AT_ONCE)
+        for (int64_t r = 0, count; r < a->rows; r += count) {
+            const Rows x = tile(a->x, r, a->blocks);
             F acc[TILE];
-            for (int i = 0; i < count; i++)
-                x[i] = (Rows){q + (r + i) * size, scale + (r + i) * blocks, product + (r + i) * blocks,
-                              sums + (r + i) * 2 * blocks};
-            run(count, w + p * bytes, blocks, x, acc);
+            count = tile_rows(a->rows - r);
+            a->run((int)count, a->w + p * a->bytes, p + 1 < a->panels ? a->bytes : 0, a->blocks, &x, acc);
             for (int i = 0; i < count; i++) {
-                float out[LANES];
-                fstore(out, acc[i]);
-                float *to = y + (r + i) * stride + p * LANES;
-                int64_t last = outputs - p * LANES;
-                for (int o = 0; o < LANES && o < last; o++) to[o] = bias ? out[o] + bias[p * LANES + o] : out[o];
+                float out[WIDTH];
+                fstore(out, acc[i], WIDTH);
+                float *to = a->y + (r + i) * a->stride + p * LANES;
+                int64_t last = a->outputs - p * LANES;
+                for (int o = 0; o < WIDTH && o < last; o++) to[o] = a->bias ? out[o] + a->bias[p * LANES + o] : out[o];
             }
         }
 }
 
-/* out [count, size]: rows `ids` of W as floats. A weight is computed as GGUF defines it: (q - offset) d, then + m. */
-void dequantise_rows(int64_t format, const uint8_t *w, int64_t size, const int64_t *ids, int64_t count, float *out) {
+/* Of a packed matrix. */
+static int64_t panel_bytes(int64_t format, int64_t size) {
+    const int64_t blocks = size / BLOCK;
+    const int scales = FORMATS[format].scales;
+    return blocks * block_bytes(FORMATS[format].bits) + blocks / (scales >= SUPER ? 8 : 1) * header_bytes(scales);
+}
+
+int64_t matrix_bytes(int64_t format, int64_t outputs, int64_t size) {
+    return (outputs + LANES - 1) / LANES * panel_bytes(format, size);
+}
+
+/* y [rows, stride] gets its first `outputs` columns: x in blocks (see quantise) times W^T, plus bias (or NULL). */
+void quantised_linear(int64_t format, const uint8_t *w, int64_t outputs, int64_t size, const Rows *x, int64_t rows,
+                      const float *bias, float *y, int64_t stride) {
+    const int64_t blocks = size / BLOCK, panels = (outputs + LANES - 1) / LANES;
+    const int64_t parts = rows * panels * blocks > 2048 ? num_parts((panels + AT_ONCE - 1) / AT_ONCE) : 1;
+    const Product all = {FORMATS[format].panel, w, panel_bytes(format, size), panels, blocks, outputs, rows, stride, parts,
+                         x, bias, y};
+    share(parts, product_part, &all);
+}
+
+/* Both in one call: x [rows, size] in floats. Returns 1 if there is no memory for its blocks. */
+int linear_rows(int64_t format, const uint8_t *w, int64_t outputs, int64_t size, const float *x, int64_t rows,
+                const float *bias, float *y, int64_t stride) {
+    const int64_t blocks = rows * (size / BLOCK);
+    float *scale = malloc(blocks * (2 * BLOCK + 16) + 1); /* + 1: of nothing, NULL is allowed */
+    if (!scale) return 1;
+    const Rows cut = {(int8_t *)(scale + 4 * blocks), scale, scale + blocks, (int32_t *)(scale + 2 * blocks)};
+    quantise(x, rows, size, &cut);
+    quantised_linear(format, w, outputs, size, &cut, rows, bias, y, stride);
+    free(scale);
+    return 0;
+}
+
+/* out [count, size]: rows `ids` of W as floats. A weight is computed as GGUF defines it: (q - offset) d, then + m.
+ * Returns 1, and writes nothing, if W has no such row. */
+int dequantise_rows(int64_t format, const uint8_t *w, int64_t outputs, int64_t size, const int64_t *ids, int64_t count,
+                    float *out) {
+    for (int64_t n = 0; n < count; n++)
+        if (ids[n] < 0 || ids[n] >= outputs) return 1;
     const int bits = FORMATS[format].bits, scales = FORMATS[format].scales, per_header = scales >= SUPER ? 8 : 1;
     const int offset = FORMATS[format].offset;
     const int64_t record = header_bytes(scales) + per_header * block_bytes(bits);
@@ -398,6 +578,7 @@ void dequantise_rows(int64_t format, const uint8_t *w, int64_t size, const int64
             }
         }
     }
+    return 0;
 }
 
 /* Which of the variants above was compiled. */
@@ -406,7 +587,9 @@ const char *quant_variant(void) {
     return "plain C";
 #elif defined(__ARM_FEATURE_DOTPROD)
     return "NEON with dot product";
-#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#elif defined(__aarch64__)
+    return "NEON";
+#elif AT_ONCE == 2
     return "AVX-512 VNNI";
 #elif defined(__AVXVNNI__)
     return "AVX-VNNI";

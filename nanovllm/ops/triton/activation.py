@@ -8,11 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import next_power_of_2
+from nanovllm.ops.triton.common import dependent_launch, next_power_of_2, start_next, wait_for_last
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr):
+def silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
+    start_next(DEPENDENT)
+    wait_for_last(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = i < size
@@ -30,6 +32,7 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     assert out.is_contiguous()
     if rows == 0:
         return out
-    tile = min(next_power_of_2(size), 1024)
-    silu_mul_kernel[(rows, triton.cdiv(size, tile))](gate_up, out, gate_up.stride(0), size, TILE=tile, num_warps=4)
+    tile, dependent = min(next_power_of_2(size), 1024), dependent_launch(out.device)
+    facts = {"TILE": tile, "DEPENDENT": dependent, "launch_pdl": dependent, "num_warps": 4}
+    silu_mul_kernel[(rows, triton.cdiv(size, tile))](gate_up, out, gate_up.stride(0), size, **facts)
     return out

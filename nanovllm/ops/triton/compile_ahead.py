@@ -6,6 +6,11 @@ Which variants a model needs follows from the arguments of its launches. So `com
 with every launch turned into a mere warm-up (nothing runs on the GPU, so no kernel reads what another did not write),
 and a hook in Triton hands what would be compiled to a thread instead. A variant that is missed here is compiled at its
 first launch, as always.
+
+What does need Python's lock is the first stage, which turns the function's source into Triton's language: the threads
+take turns there, in the order of the launches, so the first ones go on to the other stages while the last ones wait.
+If all began at once, all would end this stage at its end. Triton up to 3.6 also compiles a launcher in C for each
+kernel; on an H200's host 27 of them took 4 s one after another, so they are made in the threads too.
 """
 
 import os
@@ -16,6 +21,7 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 
@@ -26,6 +32,11 @@ def compile_ahead(function: Callable[[], None], device: torch.device) -> Callabl
     jobs: dict[Any, Future[None]] = {}
     caller = threading.get_ident()
     launch_kernel, previous = JITFunction.run, knobs.runtime.jit_cache_hook
+    make_ir, in_turn = ASTSource.make_ir, threading.Lock()
+
+    def make_ir_in_turn(*args: Any, **kwargs: Any) -> Any:
+        with in_turn:
+            return make_ir(*args, **kwargs)
 
     def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch_kernel(self, *args, grid=grid, warmup=warmup or threading.get_ident() == caller, **kwargs)
@@ -40,8 +51,12 @@ def compile_ahead(function: Callable[[], None], device: torch.device) -> Callabl
         return True
 
     JITFunction.run, knobs.runtime.jit_cache_hook = warm_up, compile_in_thread
+    ASTSource.make_ir = make_ir_in_turn
     try:
         function()
+    except BaseException:
+        ASTSource.make_ir = make_ir
+        raise
     finally:
         JITFunction.run, knobs.runtime.jit_cache_hook = launch_kernel, previous
         pool.shutdown(wait=False)
@@ -49,11 +64,14 @@ def compile_ahead(function: Callable[[], None], device: torch.device) -> Callabl
     def wait() -> None:
         for job in jobs.values():
             job.exception()
+        ASTSource.make_ir = make_ir
 
     return wait
 
 
 def _compile(kernel: Any, specialization: str, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # each thread has its own current device
-    kernel.preload(specialization)
+    if device.type != "cuda":
+        kernel.preload(specialization)
+        return
+    torch.cuda.set_device(device)  # each thread has its own current device
+    _launcher = kernel.preload(specialization).run  # reading it makes the launcher and loads the kernel

@@ -53,7 +53,18 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import LOG2E, LOWEST, capability, dot, next_power_of_2, num_multiprocessors
+from nanovllm.ops.triton.common import (
+    LOG2E,
+    LOWEST,
+    capability,
+    dependent_launch,
+    dot,
+    next_power_of_2,
+    num_multiprocessors,
+    start_next,
+    wait_for_last,
+)
+from nanovllm.ops.triton.e4m3 import form_of, from_e4m3
 from nanovllm.ops.triton.prefill_attention import check_paged, key_offsets, page_ids, softmax_step
 
 MIN_KEYS = 64  # a split shorter than this costs more to merge than it saves
@@ -75,11 +86,13 @@ def split_range(context_len, num_splits, WINDOW: tl.constexpr, STEP: tl.constexp
     do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=["context_lens_ptr", "tables_ptr"]
 )
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, logsums_ptr, context_lens_ptr, tables_ptr,
+    q_ptr, k_ptr, v_ptr, scales_ptr, out_ptr, parts_ptr, logsums_ptr, context_lens_ptr, tables_ptr,
     scale, q_stride, block_stride, slot_stride, head_stride, table_stride, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
+    FORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    start_next(DEPENDENT)
     head = tl.program_id(0) % NUM_KV_HEADS
     row = (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64)
     split = tl.program_id(1)
@@ -87,6 +100,9 @@ def decode_kernel(
     begin, per_split = split_range(context_len, num_splits, WINDOW, STEP)
     lo = begin + split * per_split
     hi = tl.minimum(lo + per_split, context_len)
+    table_ptr = tables_ptr + row * table_stride
+    pages = page_ids(table_ptr, lo, hi, BLOCK_SIZE, BLOCK_N)
+    wait_for_last(DEPENDENT)
     if (lo >= hi) & (split > 0):  # split 0 of an empty row stays, to write its zeros
         return
 
@@ -94,13 +110,13 @@ def decode_kernel(
     d = tl.arange(0, D)[None, :]
     inside = (g[:, None] < GROUP) & (d < HEAD_DIM)
     q = tl.load(q_ptr + row * q_stride + (head * GROUP + g[:, None]) * HEAD_DIM + d, mask=inside, other=0.0)
+    if FORM:  # all keys have one scale, and so all scores; all values too
+        scale *= tl.load(scales_ptr)
     k_ptr += head * head_stride
     v_ptr += head * head_stride
-    table_ptr = tables_ptr + row * table_stride
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    pages = page_ids(table_ptr, lo, hi, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
         offsets = key_offsets(pages, start, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + d
         pages = page_ids(table_ptr, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
@@ -109,12 +125,18 @@ def decode_kernel(
         if WINDOW > 0:
             visible &= n >= context_len - WINDOW
         exists = visible[:, None] & (d < HEAD_DIM)
-        k = tl.load(k_ptr + offsets, mask=exists, other=0.0)
+        k = tl.load(k_ptr + offsets, mask=exists, other=0)
+        if FORM:
+            k = from_e4m3(k, q.dtype, FORM)
         scores = tl.where(visible[None, :], dot(q, tl.trans(k)), float("-inf"))
-        v = tl.load(v_ptr + offsets, mask=exists, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=exists, other=0)
+        if FORM:
+            v = from_e4m3(v, q.dtype, FORM)
         acc, peak, total = softmax_step(acc, peak, total, scores, v, scale)
 
     result = acc / tl.maximum(total, 1e-30)[:, None]
+    if FORM:
+        result *= tl.load(scales_ptr + 1)
     row_head = (row * NUM_KV_HEADS + head) * GROUP + g
     if num_splits == 1:
         tl.store(out_ptr + row_head[:, None] * HEAD_DIM + d, result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -137,10 +159,31 @@ def merge_kernel(
     STEP: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Weighted mean of one (row, q head)'s parts, TILE at a time, with the recurrence of the online softmax."""
+    start_next(DEPENDENT)
     row_head = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row_head // NUM_Q_HEADS)
+    wait_for_last(DEPENDENT)
+    out = merge_parts(parts_ptr, logsums_ptr, row_head, context_len, num_splits, HEAD_DIM, D, STEP, WINDOW, TILE)
+    d = tl.arange(0, D)
+    tl.store(out_ptr + row_head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def merge_parts(
+    parts_ptr,
+    logsums_ptr,
+    row_head,
+    context_len,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    STEP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Weighted mean of one (row, q head)'s parts, TILE at a time, with the recurrence of the online softmax: [D]."""
     begin, per_split = split_range(context_len, num_splits, WINDOW, STEP)
     num_used = tl.maximum(tl.cdiv(context_len - begin, per_split), 1)
     d = tl.arange(0, D)
@@ -159,8 +202,7 @@ def merge_kernel(
         acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
         total = total * shrink + tl.sum(weight, axis=0)
         peak = new_peak
-    out = acc / tl.maximum(total, 1e-30)
-    tl.store(out_ptr + row_head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    return acc / tl.maximum(total, 1e-30)
 
 
 @dataclass(frozen=True)
@@ -240,11 +282,12 @@ def decode_attention(
     window: int | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [batch, num_q_heads, head_dim], caches [num_blocks, block_size, num_kv_heads, head_dim] with any
     strides but the last, int32 context_lens [batch] (0 = padding) and block_tables [batch, max_blocks]. `launch` from
     choose_launch, then fit_launch. The workspace may be larger than needed and shared by all layers of a graph, whose
-    kernels run one after another.
+    kernels run one after another. `scales`: of caches in 8-bit floats (`ops/kv_cache.py`).
     """
     batch, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -255,11 +298,13 @@ def decode_attention(
     workspace = workspace or DecodeWorkspace.allocate(batch, num_q_heads, launch, head_dim, q.device)
     shared = {"HEAD_DIM": head_dim, "D": next_power_of_2(head_dim), "WINDOW": window or 0}
     shared["STEP"] = max(MIN_KEYS, launch.block_n)
+    shared["DEPENDENT"] = shared["launch_pdl"] = dependent_launch(q.device)
     decode_kernel[(batch * num_kv_heads, splits)](
-        q, k_cache, v_cache, out, workspace.parts, workspace.logsums, context_lens, block_tables,
+        q, k_cache, v_cache, scales, out, workspace.parts, workspace.logsums, context_lens, block_tables,
         scale * LOG2E, q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         splits, NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=max(16, next_power_of_2(group)), BLOCK_SIZE=block_size,
-        BLOCK_N=launch.block_n, **shared, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        BLOCK_N=launch.block_n, FORM=form_of(k_cache, scales), **shared,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if splits > 1:
         parts = (workspace.parts, workspace.logsums)

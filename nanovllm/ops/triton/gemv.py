@@ -19,45 +19,57 @@ A program computes its outputs for all rows of x. Fusions, each a constexpr, mak
 - residual (epilogue): added to the output, which is then the new residual stream. It may be `out` itself.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import next_power_of_2
+from nanovllm.ops.triton.common import capability, dependent_launch, next_power_of_2, start_next, wait_for_last
+from nanovllm.ops.triton.e4m3 import FP8_UNITS, from_e4m3
 
 MAX_ROWS = 8  # beyond, a warp multiplies more than it reads, and tensor cores win
 
 
 @triton.jit
 def gemv_kernel(
-    x_ptr, weight_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr, x_stride, weight_stride, out_size, eps,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr,
+    x_stride, weight_stride, out_size, eps,
     SIZE: tl.constexpr, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < out_size
     # Outputs past the end read row 0: cheaper than a mask on every weight.
     weight_ptrs = weight_ptr + tl.where(inside, n, 0).to(tl.int64)[:, None] * weight_stride
     up_ptrs = weight_ptrs + out_size.to(tl.int64) * weight_stride
+    start_next(DEPENDENT)
+    first = tl.program_id(0) * BLOCK_N
+    if SCALED > 1:  # all outputs of a program are in the same row of blocks
+        up_scale_ptr = scale_ptr + (out_size + first) // SCALED * tl.cdiv(SIZE, SCALED)
+        scale_ptr += first // SCALED * tl.cdiv(SIZE, SCALED)
+    else:
+        up_scale_ptr = scale_ptr + out_size
+    pointers = (weight_ptrs, up_ptrs, norm_weight_ptr, scale_ptr, up_scale_ptr)
     r = tl.arange(0, ROWS)
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     up_total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(0, SIZE, BLOCK_K, loop_unroll_factor=2):
+    sums = (total, up_total, squares)
+    k = tl.arange(0, BLOCK_K)
+    weights = _load_weights(pointers, k, SIZE, BLOCK_K, GATED, HAS_NORM, SCALED)
+    wait_for_last(DEPENDENT)  # the first weights are on their way meanwhile
+    sums = _add_products(sums, weights, x_ptr, x_stride, k, r, SIZE, NUM_ROWS, GATED, HAS_NORM, SCALED)
+    for start in tl.range(BLOCK_K, SIZE, BLOCK_K, loop_unroll_factor=2):
         k = start + tl.arange(0, BLOCK_K)
-        w = _load_weight(weight_ptrs, k, SIZE, BLOCK_K)
+        weights = _load_weights(pointers, k, SIZE, BLOCK_K, GATED, HAS_NORM, SCALED)
+        sums = _add_products(sums, weights, x_ptr, x_stride, k, r, SIZE, NUM_ROWS, GATED, HAS_NORM, SCALED)
+    total, up_total, squares = sums
+    if SCALED == 1:
+        total *= tl.load(scale_ptr + n, mask=inside, other=0.0)[:, None]
         if GATED:
-            u = _load_weight(up_ptrs, k, SIZE, BLOCK_K)
-        if HAS_NORM:
-            g = tl.load(norm_weight_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
-        for i in tl.static_range(NUM_ROWS):
-            x = tl.load(x_ptr + i * x_stride + k, mask=k < SIZE, other=0.0).to(tl.float32)
-            if HAS_NORM:
-                squares += tl.where(r == i, tl.sum(x * x, axis=0), 0.0)
-                x *= g
-            total += tl.where(r[None, :] == i, tl.sum(w * x[None, :], axis=1)[:, None], 0.0)
-            if GATED:
-                up_total += tl.where(r[None, :] == i, tl.sum(u * x[None, :], axis=1)[:, None], 0.0)
+            up_total *= tl.load(up_scale_ptr + n, mask=inside, other=0.0)[:, None]
     if HAS_NORM:
         scale = tl.rsqrt(squares / SIZE + eps)[None, :]
         total *= scale
@@ -76,18 +88,74 @@ def gemv_kernel(
 
 
 @triton.jit
-def _load_weight(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_weights(
+    pointers,
+    k,
+    SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Columns k of the weight, of its other half, of the norm's weight and of the scales of blocks, where there are."""
+    ptrs, up_ptrs, norm_ptr, scale_ptr, up_scale_ptr = pointers
+    w = _load_columns(ptrs, k, SIZE, BLOCK_K)
+    up, gain, scale, up_scale = w, w, w, w
+    if GATED:
+        up = _load_columns(up_ptrs, k, SIZE, BLOCK_K)
+    if HAS_NORM:
+        gain = tl.load(norm_ptr + k, mask=k < SIZE, other=0.0)
+    if SCALED > 1:
+        scale = tl.load(scale_ptr + k // SCALED, mask=k < SIZE, other=0.0)
+        if GATED:
+            up_scale = tl.load(up_scale_ptr + k // SCALED, mask=k < SIZE, other=0.0)
+    return w, up, gain, scale, up_scale
+
+
+@triton.jit
+def _load_columns(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """evict_first: a weight is read once a step, and need not stay in the cache."""
     if SIZE % BLOCK_K == 0:
-        w = tl.load(ptrs + k[None, :], eviction_policy="evict_first")
+        return tl.load(ptrs + k[None, :], eviction_policy="evict_first")
     else:
-        w = tl.load(ptrs + k[None, :], mask=k[None, :] < SIZE, other=0.0, eviction_policy="evict_first")
-    return w.to(tl.float32)
+        return tl.load(ptrs + k[None, :], mask=k[None, :] < SIZE, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _add_products(
+    sums, weights, x_ptr, x_stride, k, r,
+    SIZE: tl.constexpr, NUM_ROWS: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    total, up_total, squares = sums
+    w, up, gain, scale, up_scale = weights
+    for i in tl.static_range(NUM_ROWS):
+        x = tl.load(x_ptr + i * x_stride + k, mask=k < SIZE, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += tl.where(r == i, tl.sum(x * x, axis=0), 0.0)
+            x *= gain.to(tl.float32)
+        scaled, up_scaled = x, x
+        if SCALED > 1:  # a product with x is a product with each output of the program
+            scaled = x * scale
+            if GATED:
+                up_scaled = x * up_scale
+        total += tl.where(r[None, :] == i, tl.sum(_widen(w) * scaled[None, :], axis=1)[:, None], 0.0)
+        if GATED:
+            up_total += tl.where(r[None, :] == i, tl.sum(_widen(up) * up_scaled[None, :], axis=1)[:, None], 0.0)
+    return total, up_total, squares
+
+
+@triton.jit
+def _widen(w):
+    """To fp32. Bytes are 8-bit floats on a card that cannot convert them."""
+    if w.dtype == tl.uint8:
+        return from_e4m3(w, tl.float32, 1)  # BY_SHIFTS
+    else:
+        return w.to(tl.float32)
 
 
 def gemv(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Any,
     bias: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
@@ -96,43 +164,72 @@ def gemv(
     block: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """x [1..8, K], weight [N, K] -> [rows, N], or [rows, N / 2] when gated. norm = (weight [K], eps); residual
-    [rows, N] contiguous. `block` = (BLOCK_N, BLOCK_K) overrides the choice.
+    [rows, N] contiguous. `block` = (BLOCK_N, BLOCK_K) overrides the choice. The weight may be a ScaledWeight
+    (layers/scaled.py): then `q` and its scales are read.
     """
     rows, size = x.shape
+    scale, scaled = x, 0
+    if not isinstance(weight, torch.Tensor):
+        if weight.plain is not None:
+            weight = weight.plain
+        else:
+            weight, scale, scaled = weight.q, weight.scale, weight.block or 1
+            if (0, 0) < capability(x.device) < FP8_UNITS:
+                weight = weight.view(torch.uint8)
     out_size = weight.shape[0] // 2 if gated else weight.shape[0]
     assert 1 <= rows <= MAX_ROWS
     assert weight.stride(1) == 1
     assert x.stride(1) == 1
     out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device) if out is None else out
-    block_n, block_k = block or choose_block(rows, size, out_size, gated)
+    block_n, block_k = block or choose_block(rows, size, out_size, gated, scaled > 0)
+    dependent = dependent_launch(x.device)
     gemv_kernel[(triton.cdiv(out_size, block_n),)](
-        x, weight, x if bias is None else bias, x if norm is None else norm[0], x if residual is None else residual,
-        out, x.stride(0), weight.stride(0), out_size, 0.0 if norm is None else norm[1],
+        x, weight, scale, x if bias is None else bias, x if norm is None else norm[0],
+        x if residual is None else residual, out,
+        x.stride(0), weight.stride(0), out_size, 0.0 if norm is None else norm[1],
         SIZE=size, NUM_ROWS=rows, ROWS=next_power_of_2(rows), BLOCK_N=block_n, BLOCK_K=block_k,
         HAS_BIAS=bias is not None, HAS_NORM=norm is not None, GATED=gated, HAS_RESIDUAL=residual is not None,
-        num_warps=1,
+        SCALED=scaled, DEPENDENT=dependent, launch_pdl=dependent, num_warps=1,
     )  # fmt: skip
     return out
 
 
-def choose_block(rows: int, size: int, out_size: int, gated: bool) -> tuple[int, int]:
-    """(outputs a program, columns a step). Few outputs: one a warp and long steps. More rows: x is read from the L1
-    once a program, so more outputs share it, with shorter steps to stay within the registers.
+def choose_block(rows: int, size: int, out_size: int, gated: bool, eight_bits: bool = False) -> tuple[int, int]:
+    """(outputs a program, columns a step): 8 KB of weights before the first wait, in long runs where outputs are few.
 
-    Measured on an H200 for one row, the best of 1x512, 1x1024, 1x2048, 2x512, 2x1024, 4x512 (us, against 1x1024):
-    4096 x 1024: 2x1024 (4.06, 4.36); 1024 x 2048: 1x2048 (3.19); 151936 x 1024: 2x1024 (80, 95); 6144 x 4096: 1x2048
-    (14.2, 15.0); 4096 x 4096: 1x2048 (10.8, 11.5); 24576 x 4096 gated: 1x512 (57.8, 59.4); 4096 x 12288: 1x512 (26.0).
+    Measured on an H200 in a captured chain of dependent launches, the best of 1x512, 1x1024, 1x2048, 2x512, 2x1024,
+    2x2048, 4x512 and 4x1024, us; then this rule's where it is another, then 1x1024:
+
+                         one row                          two rows                    four rows
+        4096 x 1024      4x1024 3.14, -, 3.7              4x1024 3.36
+        1024 x 2048      2x2048 2.15, -, 2.45             2x2048 2.64                 2x2048 3.13 (4x512: 5.39)
+        6144 x 1024, g   2x1024 3.83, -, 4.95             4x1024 4.59, 4.81
+        1024 x 3072      1x1024 3.08, 3.13                1x512 3.92, 3.93
+        6144 x 4096      2x1024 13.5, -, 13.9             2x2048 14.3, 15.5
+        4096 x 4096      2x2048 9.55                      2x1024 9.98
+        24576 x 4096, g  1x2048 48.4
+        4096 x 12288     1x1024 25.8, 26.7                2x1024 26.6
+        2048 x 2048      2x2048 3.08, -, 3.8              1x2048 3.60, 3.61
+        5632 x 2048, g   2x1024 6.37, -, 6.84             2x1024 7.44
+        151936 x 1024    4x512 71.3, 71.6 (2x1024: 94.2)  4x512 73.0, 74.3            4x1024 76.1
+        102400 x 2048    2x1024 94.5 (1x2048: 127)        2x1024 95.4
+
+    In 8 bits a row is half as long, so more outputs: 6144 x 4096 4x2048 7.38 (2x2048: 8.36), 4096 x 4096 4x2048
+    5.90, 24576 x 4096 gated 2x2048 25.3. Two rows: 2x1024 10.2, 4x2048 6.88, 2x1024 32.8 (2x2048: 37.0).
     """
-    if rows > 1:
-        block_n, block_k = (2, 1024) if rows == 2 else (4, 512)
+    if eight_bits and size > 1024 and rows <= 4:
+        if rows > 1 and (gated or out_size > 4096):
+            return 2, 1024
+        return (2 if gated else 4), 2048 if rows < 4 else 1024
+    if rows > 4:  # x is read from the L1 once a program: more outputs share it, short steps stay within the registers
+        block_n, block_k = 4, 512
     elif size <= 1024:
-        block_n, block_k = (1 if gated or out_size <= 2048 else 2), 1024
+        block_n, block_k = (2 if gated or out_size <= 2048 else 4), 1024
+    elif gated:
+        block_n, block_k = (2, 1024) if size <= 2048 else (1, 2048)
     else:
-        block_n, block_k = 1, 2048 if out_size <= 2048 or (size <= 4096 and not gated) else 512
-    block_k = min(block_k, next_power_of_2(size))
-    while size % block_k and block_k > 512:  # an exact multiple needs no masks
-        block_k //= 2
-    return block_n, block_k
+        block_n, block_k = 2, 2048 if out_size <= 4096 else 1024
+    return block_n, min(block_k, next_power_of_2(size))
 
 
 def prefers_gemv(rows: int, out_size: int, size: int) -> bool:

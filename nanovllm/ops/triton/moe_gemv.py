@@ -9,6 +9,10 @@ card: enough without cutting K, so the order of every sum is fixed.
 
 The pair is the fastest index of the grid: two tokens that want the same expert read the same rows at the same time, and
 the second reading comes from the L2 cache. SPLIT and SHARED: as in `moe_gemm.py`.
+
+These are not launched dependent (`common.py:start_next`): they can load nothing before they wait, and with two or three
+times as many programs as the card holds each would wait anew. Measured on an H200, DeepSeek-V2-Lite, one token: 36.9 us
+for the two with it, 30.0 without.
 """
 
 from typing import Any

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import next_power_of_2
+from nanovllm.ops.triton.common import dependent_launch, next_power_of_2, start_next, wait_for_last
 
 
 @triton.jit
@@ -26,10 +26,14 @@ def norm_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     inside = i < SIZE
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    wait_for_last(DEPENDENT)
     dtype = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -38,7 +42,6 @@ def norm_kernel(
         tl.store(residual_out_ptr + row * SIZE + i, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / SIZE + eps)
-    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + i, ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype), mask=inside)
 
 
@@ -70,7 +73,7 @@ def _launch(x, residual, weight, eps, out, residual_out) -> None:
     assert residual_out is None or residual_out.is_contiguous()
     if rows == 0:
         return
-    tile = next_power_of_2(size)
+    tile, dependent = next_power_of_2(size), dependent_launch(x.device)
     norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
@@ -83,5 +86,7 @@ def _launch(x, residual, weight, eps, out, residual_out) -> None:
         SIZE=size,
         TILE=tile,
         HAS_RESIDUAL=residual is not None,
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
         num_warps=min(max(tile // 512, 1), 8),
     )

@@ -59,6 +59,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.triton.common import LOG2E, LOWEST, capability, dot, next_power_of_2
+from nanovllm.ops.triton.e4m3 import form_of, from_e4m3
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def softmax_step(acc, peak, total, scores, v, scale):
 def _attend(
     state, q, position, lo, hi, context_len, kv, table_ptr, head, strides, scale,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, USE_DESC: tl.constexpr, CUT: tl.constexpr,
+    WINDOW: tl.constexpr, USE_DESC: tl.constexpr, FORM: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of tiles lo .. hi (multiples of BLOCK_N, hi rounded up) to the running softmax `state`.
 
@@ -122,16 +123,18 @@ def _attend(
             offsets = key_offsets(pages, start, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + d
             if CUT:
                 exists = (start + tl.arange(0, BLOCK_N)[:, None] < context_len) & (d < HEAD_DIM)
-                k = tl.load(k_ptr + offsets, mask=exists, other=0.0)
-                v = tl.load(v_ptr + offsets, mask=exists, other=0.0)
+                k = tl.load(k_ptr + offsets, mask=exists, other=0)
+                v = tl.load(v_ptr + offsets, mask=exists, other=0)
             elif HEAD_DIM < D:
-                k = tl.load(k_ptr + offsets, mask=d < HEAD_DIM, other=0.0)
-                v = tl.load(v_ptr + offsets, mask=d < HEAD_DIM, other=0.0)
+                k = tl.load(k_ptr + offsets, mask=d < HEAD_DIM, other=0)
+                v = tl.load(v_ptr + offsets, mask=d < HEAD_DIM, other=0)
             else:
                 k = tl.load(k_ptr + offsets)
                 v = tl.load(v_ptr + offsets)
         # One tile ahead, or the pipeliner gives a stage to this load (see `decode_attention.py`).
         pages = page_ids(table_ptr, start + BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
+        if FORM:
+            k, v = from_e4m3(k, q.dtype, FORM), from_e4m3(v, q.dtype, FORM)
         scores = dot(q, tl.trans(k))
         if CUT:
             scores = _masked(scores, start, position, BLOCK_N, WINDOW)
@@ -149,7 +152,7 @@ def _masked(scores, start, position, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
 
 
 @triton.jit
-def _find_tile(query_starts_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
+def find_tile(query_starts_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
     """(sequence, its first row of q, its number of queries, first query of the tile) of tile number `tile`."""
     first, last = 0, num_seqs - 1  # the answer lies in first .. last
     while first < last:
@@ -169,16 +172,16 @@ def _find_tile(query_starts_ptr, tile, num_seqs, BLOCK_Q: tl.constexpr):
     do_not_specialize_on_alignment=["query_starts_ptr", "context_lens_ptr", "tables_ptr"],
 )
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, query_starts_ptr, context_lens_ptr, tables_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, scales_ptr, out_ptr, query_starts_ptr, context_lens_ptr, tables_ptr,
     scale, num_seqs, num_tiles, q_stride, block_stride, slot_stride, head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    USE_DESC: tl.constexpr,
+    USE_DESC: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0) % NUM_KV_HEADS
     tile = num_tiles - 1 - tl.program_id(0) // NUM_KV_HEADS
-    seq, query_start, num_queries, first_query = _find_tile(query_starts_ptr, tile, num_seqs, BLOCK_Q)
+    seq, query_start, num_queries, first_query = find_tile(query_starts_ptr, tile, num_seqs, BLOCK_Q)
     if (first_query < 0) | (first_query >= num_queries):
         return
 
@@ -191,6 +194,8 @@ def prefill_kernel(
     inside = valid[:, None] & (d < HEAD_DIM)
     q = tl.load(q_ptr + offsets[:, None] + d, mask=inside, other=0.0)
 
+    if FORM:  # all keys have one scale, and so all scores; all values too
+        scale *= tl.load(scales_ptr)
     context_len = tl.load(context_lens_ptr + seq)
     position = context_len - num_queries + query
     lowest = context_len - num_queries + first_query
@@ -209,19 +214,21 @@ def prefill_kernel(
         whole = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, end)
         state = _attend(
             state, q, position, begin, whole, context_len, kv, table_ptr, head, strides, scale,
-            HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, True,
+            HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, FORM, True,
         )  # fmt: skip
         begin = whole
     state = _attend(
         state, q, position, begin, end, context_len, kv, table_ptr, head, strides, scale,
-        HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, False,
+        HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, FORM, False,
     )  # fmt: skip
     acc, _, total = _attend(
         state, q, position, end, highest + 1, context_len, kv, table_ptr, head, strides, scale,
-        HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, True,
+        HEAD_DIM, D, BLOCK_SIZE, BLOCK_N, WINDOW, USE_DESC, FORM, True,
     )  # fmt: skip
     # A padded sequence (context 0) has seen no key: acc is 0 and so is its output.
     out = acc / tl.maximum(total, 1e-30)[:, None]
+    if FORM:
+        out *= tl.load(scales_ptr + 1)
     out_offsets = ((query_start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + q_head) * HEAD_DIM
     tl.store(out_ptr + out_offsets[:, None] + d, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -276,11 +283,13 @@ def prefill_attention(
     window: int | None = None,
     out: torch.Tensor | None = None,
     tile: PrefillTile | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [tokens, num_q_heads, head_dim] flattened over sequences; arguments as in `paged_attention_reference`.
 
     query_starts int32 [num_seqs + 1], context_lens int32 [num_seqs], block_tables int32 [num_seqs, max_blocks]. Rows
-    of q before query_starts[0] are the decodes of a mixed step: they are neither read nor written.
+    of q before query_starts[0] are the decodes of a mixed step: they are neither read nor written. `scales`: of
+    caches in 8-bit floats (`ops/kv_cache.py`).
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -292,16 +301,16 @@ def prefill_attention(
     check_paged(q, k_cache, v_cache, out)
     tile = tile or choose_tile(head_dim, q.element_size(), block_size, capability(q.device))
     block_m = max(tile.block_m, next_power_of_2(group))
-    use_desc = tile.use_desc and _suits_descriptors(k_cache, tile.block_n)
+    use_desc = tile.use_desc and scales is None and _suits_descriptors(k_cache, tile.block_n)  # 8 bits: not measured
     k_desc, v_desc = _descriptors(k_cache, v_cache, tile.block_n) if use_desc else (k_cache, v_cache)
     num_tiles = num_tokens // (block_m // group) + num_seqs
     prefill_kernel[(num_tiles * num_kv_heads,)](
-        q, k_cache, v_cache, k_desc, v_desc, out, query_starts, context_lens, block_tables,
+        q, k_cache, v_cache, k_desc, v_desc, scales, out, query_starts, context_lens, block_tables,
         scale * LOG2E, num_seqs, num_tiles, q.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, D=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=tile.block_n, WINDOW=window or 0, USE_DESC=use_desc,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        FORM=form_of(k_cache, scales), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 

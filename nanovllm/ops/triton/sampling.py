@@ -27,10 +27,11 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.sampler_state import SamplerState
-from nanovllm.ops.triton.common import LOWEST, next_power_of_2
+from nanovllm.ops.triton.common import LOWEST
 from nanovllm.ops.triton.sampler_common import (
     _CAP,
     _FIRST_K,
+    _FLAGS,
     _FLOATS,
     _INTS,
     _LEAST,
@@ -66,6 +67,9 @@ from nanovllm.ops.triton.sampler_common import (
 )
 from nanovllm.ops.triton.sampling_search import SEARCH_BLOCK, SEARCH_WARPS, search_kernel
 
+TILES = 4  # of a program of tiles_kernel
+
+
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
@@ -78,23 +82,30 @@ def tiles_kernel(
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = tile[:, None] * _SUB + tl.arange(0, _SUB)[None, :]
     wanted = column < vocab
-    raw = raw_logits(logits_ptr + lane * stride, column, wanted)  # before the row is known: one wait, not two
+    # Three waits for memory in a row are what this kernel's time is made of. So the logits are loaded before the row is
+    # known, and all that is read of the row at once: after the first store the compiler may move no load before it.
+    raw = raw_logits(logits_ptr + lane * stride, column, wanted)
     row = tl.load(rows_ptr + lane)
     if row < 0:
         return
-    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr)
-    x = edited(raw, column, wanted, row, tl.load(positions_ptr + lane), vocab, state)
+    position = tl.load(positions_ptr + lane)
+    has_edits = tl.load(ints_ptr + row * _INTS + _FLAGS) != 0
+    has_logprobs = tl.load(ints_ptr + row * _INTS + _NUM_LOGPROBS) >= 0
     scale = scale_of(row, floats_ptr) * _LOG2E
+    x = raw
+    if has_edits:
+        state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr)
+        x = edited(raw, column, wanted, row, position, vocab, state)
     peak = tl.max(x, axis=1)
     total = tl.sum(tl.exp2((x - tl.maximum(peak, LOWEST)[:, None]) * scale), axis=1)
     here = lane * num_tiles + tile
-    tl.store(peaks_ptr + here, peak, mask=tile < num_tiles)
-    tl.store(sums_ptr + here, total, mask=tile < num_tiles)
-    if tl.load(ints_ptr + row * _INTS + _NUM_LOGPROBS) >= 0:
+    tl.store(peaks_ptr + here, peak)
+    tl.store(sums_ptr + here, total)
+    if has_logprobs:
         peak = tl.max(raw, axis=1)
         total = tl.sum(tl.exp2((raw - tl.maximum(peak, LOWEST)[:, None]) * _LOG2E), axis=1)
-        tl.store(raw_peaks_ptr + here, peak, mask=tile < num_tiles)
-        tl.store(raw_sums_ptr + here, total, mask=tile < num_tiles)
+        tl.store(raw_peaks_ptr + here, peak)
+        tl.store(raw_sums_ptr + here, total)
 
 
 # ---- pick ------------------------------------------------------------------------------------------------------------
@@ -200,8 +211,8 @@ def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, stat
     """logits [lanes, >= vocab], rows int32 (-1: no token), positions of the tokens drawn. Counts them in the state."""
     lanes, vocab, device = len(logits), state.vocab_size, logits.device
     assert logits.stride(1) == 1
-    num_tiles = triton.cdiv(vocab, SUB)
-    tiles = min(4 if lanes <= 8 else 16, next_power_of_2(num_tiles))  # few rows: more programs
+    # A multiple of TILES keeps the rows of `peaks` on 16 bytes, so that one compilation serves every number of lanes.
+    num_tiles = triton.cdiv(vocab, TILES * SUB) * TILES
     peaks, sums, raw_peaks, raw_sums = torch.empty((4, lanes, num_tiles), dtype=torch.float32, device=device)
     drawn = Drawn(torch.empty(lanes, dtype=torch.int64, device=device), raw_peaks, raw_sums)
     if lanes == 0:
@@ -210,8 +221,10 @@ def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, stat
     data += [state.edits_address, state.words_address]
     sizes = (logits.stride(0), vocab, num_tiles)
     found = (logits, rows, positions, peaks, sums)
-    tiles_kernel[(lanes, triton.cdiv(num_tiles, tiles))](
-        *found, raw_peaks, raw_sums, *sizes, *data, TILES=tiles, num_warps=4
+    # The branches for edits would take 150 registers, so that few programs fit on a processor at once: 256 rows of
+    # 151,936 columns took 51 us. With at most 64 registers (what is spilled is used by edits only) 38 us.
+    tiles_kernel[(lanes, num_tiles // TILES)](
+        *found, raw_peaks, raw_sums, *sizes, *data, TILES=TILES, num_warps=2, maxnreg=64
     )
     lists, rest = scratch(lanes, num_tiles, device), (drawn.tokens, *sizes, state.seeds, *data)
     padded = all_tiles(num_tiles)

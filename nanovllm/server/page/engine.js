@@ -5,6 +5,7 @@
 
 import { json, call } from "./api.js";
 import { Controls } from "./controls.js";
+import { Experts } from "./experts.js";
 import { Explain } from "./explain.js";
 import { Live, Recording, parseTrace } from "./feed.js";
 import { Grid } from "./grid.js";
@@ -33,6 +34,7 @@ export class Engine {
     this.strip = new Strip(root.querySelector(".card.strip"), colors, this.explain, onHover);
     this.timeline = new Timeline(this.find("timeline"), colors, this.explain, onHover);
     this.queues = new Queues(root, colors, this.explain, { onHover, onChoose });
+    this.experts = new Experts(this.find("experts"), colors, this.explain);
     this.controls = new Controls(root, this);
     this.player = new Player(root, () => this.backToLive());
     this.tour = new Tour(root, { onWork: () => this.controls.guarded(() => this.controls.work()) });
@@ -56,6 +58,7 @@ export class Engine {
     this.facts = info;
     this.replay = new Replay(info);
     this.history.clear();
+    this.experts.clear();
     this.grid.show(this.replay);
     this.strip.repaint();
   }
@@ -179,7 +182,7 @@ export class Engine {
   /** After a change of language or theme. */
   repaint() {
     this.colors.read();
-    for (const panel of [this.grid, this.map, this.strip, this.timeline, this.queues, this.plots]) panel.repaint();
+    for (const panel of [this.grid, this.map, this.strip, this.timeline, this.queues, this.plots, this.experts]) panel.repaint();
     this.explain.translate();
     this.tour.translate();
     this.controls.bars.draw();
@@ -217,6 +220,7 @@ export class Engine {
     this.strip.draw(this.replay, now);
     this.queues.chosen = this.strip.shown;
     this.timeline.draw(this.history);
+    this.experts.draw(this.isLive, now);
     this.plots.draw(this.history);
     this.queues.draw(this.replay, now);
     if (this.refreshed !== this.replay.version) this.refresh();

@@ -18,7 +18,7 @@ export const FILES = {
   pause: "nanovllm/engine/async_engine.py", resume: "nanovllm/engine/async_engine.py",
   step: "nanovllm/engine/llm_engine.py", convoy: POLICY, prefix: CACHE,
   fcfs: POLICY, sjf: POLICY, strip: CACHE, map: CACHE, work: "nanovllm/engine/async_engine.py", tour: CACHE,
-  replay: "nanovllm/telemetry/trace.py", feed: "nanovllm/telemetry/feed.py",
+  experts: "nanovllm/moe/load.py", replay: "nanovllm/telemetry/trace.py", feed: "nanovllm/telemetry/feed.py",
 };
 
 export class Explain {

@@ -1,0 +1,41 @@
+"""Matrices in 8-bit floats (E4M3: 4 bits of exponent, 3 of mantissa, at most 448) with scales, in plain PyTorch. Triton
+twin: `ops/triton/fp8.py`.
+
+    weight    q [rows, columns] times scale: of a row [rows], or of each block of 128 x 128 [row blocks, column blocks]
+    input     quantised anew for each product: a scale for a token, or for each 128 numbers of one
+
+An input of few rows is not quantised: there the time is that of reading the weight, and 16 bits cost nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
+BLOCK = 128
+TINY = 1e-12  # a row of zeros has this for its largest number: no division by zero
+
+
+def quantise(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, columns] -> (q, scale [rows, groups]): a group is a run of `block` columns, 0: the whole row."""
+    groups = x.float().unflatten(1, (-1, block or x.shape[1]))
+    scale = groups.abs().amax(2).clamp(min=TINY) / E4M3_MAX
+    return (groups / scale[..., None]).flatten(1).to(E4M3), scale
+
+
+def expand(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight itself. `scale` as above."""
+    if scale.dim() == 1:
+        return (q.float() * scale[:, None]).to(dtype)
+    rows, columns = q.shape
+    wide = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return (q.float() * wide).to(dtype)
+
+
+def scaled_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`weight`: a ScaledWeight (layers/scaled.py)."""
+    plain = expand(weight.q, weight.scale, x.dtype) if weight.plain is None else weight.plain
+    return F.linear(x, plain, bias)

@@ -1,0 +1,135 @@
+"""Whether the matrices of a model are computed in quantised form (EngineConfig.quantization), in which dtype its KV
+cache is (kv_cache_dtype), and why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.layers.scaled import Scales
+from nanovllm.layers.scaled_attention import ScaledAttention
+from nanovllm.model_config import ModelConfig
+from nanovllm.ops.fp8 import BLOCK
+from nanovllm.ops.kv_cache import E4M3
+from nanovllm.ops.native.build import load_library
+from nanovllm.ops.opset import Ops
+from nanovllm.quantization_config import QuantizationConfig
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.fp8 import Fp8Weight
+from nanovllm.weights.quantised import KV_SCALE
+
+logger = logging.getLogger("nanovllm")
+FP8_FORM = Fp8Weight.form
+FP8_NAMES = ("fp8", "fp8_e4m3")  # vLLM's, for the same
+
+
+def choose_scales(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool) -> Scales | None:
+    """None: matrices are not in 8-bit floats."""
+    wanted, forms = config.quantization, set(checkpoint.packed_forms().values())
+    if wanted == "fp8":
+        if why := why_not_fp8(model, is_gpu):
+            raise ConfigError(f"quantization='fp8': {why}, or leave quantization out")
+    elif wanted != "auto" or forms != {FP8_FORM} or config.load_format == "dummy" or why_not_fp8(model, is_gpu):
+        return None
+    stored = QuantizationConfig.from_hf(checkpoint.config)
+    blocks = None if stored is None or forms != {FP8_FORM} else stored.block
+    if blocks not in (None, (BLOCK, BLOCK)):
+        return None
+    return Scales(BLOCK if blocks else 0, quantises=wanted == "fp8" and not blocks)
+
+
+def why_not_fp8(model: ModelConfig, is_gpu: bool) -> str:
+    """With the remedy; empty: products with weights in 8-bit floats can be computed."""
+    if not is_gpu:
+        return "8-bit floats are computed on a GPU; on a CPU set quantization='int8'"
+    if importlib.util.find_spec("triton") is None:
+        return "products with 8-bit floats need triton (pip install triton)"
+    return "experts are not computed in 8-bit floats; use a model without" if model.moe is not None else ""
+
+
+def choose_packing(config: EngineConfig, checkpoint: Checkpoint, is_gpu: bool, ops: Ops) -> str | None:
+    """None: numbers of `dtype`, as in a safetensors file. Else what layers/packed.py:Packing takes."""
+    wanted = config.quantization
+    if wanted in ("none", "fp8"):
+        return None
+    why = why_not_quantised(is_gpu, ops)
+    if wanted != "auto":
+        if why:
+            raise ConfigError(f"quantization={wanted!r}: {why}, or leave quantization out")
+        return wanted
+    if is_gpu or config.load_format == "dummy" or not checkpoint.quantised_types():
+        return None
+    if config.enable_eplb:  # config.py refuses it with int8 and int4
+        why = why or "experts move between ranks as numbers of dtype; leave enable_eplb out"
+    if why:
+        logger.warning("%s: its weights are expanded, which is slower: %s", checkpoint.path, why)
+    return None if why else "auto"
+
+
+def report_stored(
+    checkpoint: Checkpoint, packing: str | None, scales: Scales | None, dtype: torch.dtype, uses_kv_scales: bool
+) -> None:
+    """What of a quantised safetensors file is not computed as it is stored."""
+    forms = checkpoint.packed_forms()
+    if forms and packing is None and scales is None:
+        size = sum(math.prod(checkpoint.shape(name)) for name in forms) * dtype.itemsize / 1e9
+        form, what = ", ".join(sorted(set(forms.values()))), str(dtype).removeprefix("torch.")
+        text = "%d matrices stored as %s are expanded to %s: %.2f GB in memory, of all ranks together"
+        logger.info(text, len(forms), form, what, size)
+    if unused := [name for name in checkpoint.unused() if not (uses_kv_scales and KV_SCALE.search(name))]:
+        logger.info("%d scales of activations or of a KV cache are not used: %s, ...", len(unused), unused[0])
+
+
+def why_not_quantised(is_gpu: bool, ops: Ops) -> str:
+    """With the remedy; empty: quantised products can be computed."""
+    if ops.quantised:
+        return ""
+    if is_gpu:
+        return "products with integers of 4 and 8 bits run on a CPU only; set device='cpu', or quantization='fp8'"
+    library = load_library()
+    if isinstance(library, str):
+        return f"products with quantised weights need compiled C code: {library}"
+    return "products with quantised weights compute in float32; leave dtype out"
+
+
+def load_kv_scales(layers: list[ScaledAttention], checkpoint: Checkpoint) -> None:
+    """Of a KV cache in 8-bit floats, where the checkpoint has them for all layers."""
+    found = checkpoint.kv_scales() if layers else {}
+    if all(layer in found for layer in range(len(layers))):
+        for attention, (k, v) in zip(layers, found.values()):
+            attention.scales.copy_(torch.tensor([k, v]))
+            attention.from_checkpoint = True
+
+
+def choose_kv_dtype(config: EngineConfig, model: ModelConfig, is_gpu: bool, dtype: torch.dtype) -> torch.dtype | None:
+    """None: the model's."""
+    wanted = config.kv_cache_dtype
+    if wanted == "auto":
+        return None
+    if why := _why_not_kv_dtype(config, model, is_gpu, dtype):
+        raise ConfigError(f"kv_cache_dtype={wanted!r}: {why}, or set kv_cache_dtype='auto'")
+    return E4M3 if wanted in FP8_NAMES else getattr(torch, wanted)
+
+
+def _why_not_kv_dtype(config: EngineConfig, model: ModelConfig, is_gpu: bool, dtype: torch.dtype) -> str:
+    """With the remedy; empty: the kernels write and read it, ops/native/kernels.c or those in ops/triton/."""
+    if model.mla is not None:
+        return "latent attention (DeepSeek) caches a vector a token in the model's dtype; use another model"
+    reader, is_fp8 = "triton" if is_gpu else "native", config.kv_cache_dtype in FP8_NAMES
+    if is_gpu and not is_fp8:
+        return "a KV cache of these numbers is for CPUs; set device='cpu', or on a GPU kv_cache_dtype='fp8'"
+    if is_fp8 and not is_gpu:
+        return "a KV cache in 8-bit floats is for GPUs; on a CPU set kv_cache_dtype='float16' or 'int8'"
+    if not is_gpu and dtype != torch.float32:
+        return f"attention that reads it computes in float32, not {str(dtype)[6:]}; leave dtype out"
+    if config.attn_backend not in ("auto", reader):
+        return f"attn_backend={config.attn_backend!r} does not read it, {reader!r} does; leave attn_backend out"
+    if is_gpu:
+        return "" if importlib.util.find_spec("triton") else "it needs triton: pip install triton"
+    library = load_library()
+    return f"it needs compiled C code: {library}" if isinstance(library, str) else ""

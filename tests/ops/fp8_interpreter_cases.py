@@ -1,0 +1,85 @@
+"""Products with 8-bit floats against their plain twins under Triton's interpreter, on the CPU
+(`test_triton_interpreter.py`)."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from nanovllm.ops import fp8, norm
+from nanovllm.ops.triton import fp8 as triton_fp8
+from nanovllm.ops.triton import gemv
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@dataclass
+class Scaled:
+    """As layers/scaled.py:ScaledWeight."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    block: int
+    plain: None = None
+
+
+def scaled_weight(rows, size, block):
+    weight = torch.randn(rows, size)
+    if block:
+        pad = torch.nn.functional.pad(weight, (0, -size % block, 0, -rows % block))
+        tiles = pad.unflatten(0, (-1, block)).unflatten(2, (-1, block))
+        scale = tiles.abs().amax((1, 3)) / 448
+        wide = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :size]
+        return Scaled((weight / wide).to(torch.float8_e4m3fn), scale, block)
+    q, scale = fp8.quantise(weight, 0)
+    return Scaled(q, scale[:, 0].contiguous(), 0)
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+@pytest.mark.parametrize(("rows", "outputs", "size", "block"), [(1, 256, 384, 128), (2, 40, 72, 0), (3, 128, 200, 128)])
+def test_gemv_of_8_bit_floats(rows, outputs, size, block, as_bytes):
+    x, gain, weight = torch.randn(rows, size), torch.randn(size), scaled_weight(outputs, size, block)
+    plain = fp8.expand(weight.q, weight.scale, torch.float32)
+    if as_bytes:  # cards that cannot convert them
+        weight.q = weight.q.view(torch.uint8)
+    torch.testing.assert_close(gemv.gemv(x, weight), x @ plain.T, rtol=1e-5, atol=1e-3)
+    if outputs // 2 % (block or 1) == 0:
+        gate, up = (norm.rms_norm(x, gain, 1e-5) @ plain.T).chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+        got = gemv.gemv(x, weight, norm=(gain, 1e-5), gated=True)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-2)
+
+
+def test_bytes_become_the_floats_that_they_are():
+    q = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    weight = Scaled(q.view(torch.uint8)[:, None].expand(256, 8).contiguous(), torch.ones(256), 0)
+    found = gemv.gemv(torch.tensor([[1.0] + [0.0] * 7]), weight)[0]
+    known = ~q.float().isnan()  # 0x7f and 0xff: never written
+    assert known.sum() == 254
+    assert torch.equal(found[known], q.float()[known])
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_inputs_in_8_bit_floats(block):
+    x = torch.randn(5, 384)
+    x[1], x[2] = 0, x[2] * 1e4
+    (q, scale), (expected, scales) = triton_fp8.quantise(x, block), fp8.quantise(x, block)
+    torch.testing.assert_close(scale, scales, rtol=1e-6, atol=0)
+    # The interpreter loses the carry where rounding reaches the next power of two; a card does not.
+    carried = torch.frexp(expected.float().abs()).mantissa == 0.5
+    assert torch.equal(q.float()[~carried], expected.float()[~carried])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_scales_after_a_product(has_bias):
+    x, rows, columns = torch.randn(3, 1500), torch.rand(3), torch.rand(1500)
+    bias = torch.randn(1500) if has_bias else None
+    expected = x * rows[:, None] * columns + (bias if has_bias else 0)
+    torch.testing.assert_close(triton_fp8.rescale(x, rows, columns, bias), expected, rtol=1e-6, atol=1e-6)
