@@ -68,11 +68,12 @@ PLACES = [
 
 
 def make_engine(num_blocks: int = 64, budget: int = 64, max_num_seqs: int = 8, prefixes: bool = True) -> LLMEngine:
-    """The sizes of engine 2, and 32 bits on a CPU: then the tokens are equal."""
+    """The sizes of engine 2, and weights and numbers in 32 bits on a CPU: then the tokens are equal."""
     return LLMEngine(
         EngineConfig(
             device="cpu",
             dtype="float32",
+            quantization="none",
             kvcache_block_size=16,
             num_kvcache_blocks=num_blocks,
             max_num_batched_tokens=budget,
