@@ -69,7 +69,9 @@ class LLMEngine:
         defaults.warn_of_small_cache(config, self.max_model_len, self.executor.layout, device)
         decode_steps = config.decode_steps or self.executor.decode_steps
         self.scheduler = Scheduler(
-            SchedulerLimits(config.max_num_seqs, max_tokens, self.max_model_len, decode_steps),
+            SchedulerLimits(
+                config.max_num_seqs, max_tokens, self.max_model_len, decode_steps, self.executor.num_drafts
+            ),
             BlockManager(self.executor.layout.num_blocks, block_size, config.enable_prefix_caching),
             make_policy(config.scheduling_policy, config.max_wait_steps),
             text_stop=lambda seq: self._by_seq[seq.seq_id][1].find_stop(),
@@ -239,8 +241,10 @@ class LLMEngine:
             raise EngineDeadError("this engine was closed: create a new one")
         with self._change():
             self._made, self.unread = self.unread, {}
-            # The tokens that a grammar allows depend on the token before, so steps cannot overlap.
-            depth = 1 if alone or self._num_grammars else self.executor.overlap
+            # Steps cannot overlap where the tokens of the last decide: which of them a grammar allows next, or where
+            # a sequence stands after some of its guesses were right.
+            one_by_one = alone or self._num_grammars or self.scheduler.limits.num_drafts
+            depth = 1 if one_by_one else self.executor.overlap
             while len(self._flights) < depth and self._launch_next():
                 pass
             if self._flights:
@@ -300,11 +304,13 @@ class LLMEngine:
                 request, completion = self._by_seq[entry.seq_id]
                 if completion is request.completions[0]:
                     request.add_prompt_logprobs(entry.start, result.prompt_logprobs[entry.seq_id])
-        progress = self.scheduler.commit(plan, result)
         now = self._last_landing = time.monotonic()
+        progress = self.scheduler.commit(plan, result, now - started)
         for moved in progress:
             request, completion = self._by_seq[moved.seq.seq_id]
             request.metrics.first_token_time = request.metrics.first_token_time or now
+            request.metrics.num_drafted += moved.num_drafted
+            request.metrics.num_accepted += moved.num_accepted
             if moved.logprobs:
                 request.add_logprobs(completion, moved.logprobs)
         self.stats.count(plan, progress, now - started)

@@ -34,12 +34,14 @@ from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.rebalance import Balancer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
+from nanovllm.runner.drafter import Drafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.kv_cache import CacheLayout, allocate
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.recorded_decodes import RecordedDecodes, can_record
 from nanovllm.runner.samplers import DeviceSampler, HostSampler, StepSampler
 from nanovllm.runner.step import Bounds, StepInputs, StepOutput, compute, step_of, unstored_step
+from nanovllm.runner.verify import verify
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
@@ -77,11 +79,13 @@ class ModelRunner:
         limits: StepLimits,
         max_num_seqs: int,
         on_device: bool,
+        drafter: Drafter | None = None,
     ) -> None:
         """`on_device`: sampling kernels and the decode loop are used (`runs_on_device`)."""
         self.model = model
         self.device = device
         self.layout = layout
+        self.drafter = None if on_device else drafter
         self.load: ExpertLoad | None = None  # of a model with experts, once it is wanted
         self._balancer: Balancer | None = None
         self.overlap = 2 if on_device else 1  # plan the next step while one runs, unless it is computed inside launch
@@ -165,6 +169,10 @@ class ModelRunner:
         if self._loop is not None:
             self._loop.apply(plan)
         self.sampler.arrive(plan.arrivals)
+        if plan.num_drafts:
+            assert self.drafter is not None
+            verified = verify(plan, self.batch, self.drafter, lambda rows: self.call(rows, 0, {}))
+            return InFlight(lambda: verified)
         visit = Visit(self, plan)
         if self._loop is not None and visit.only_decodes and not self.measures:
             visit.replay(self._loop)
