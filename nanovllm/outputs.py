@@ -58,6 +58,10 @@ class RequestMetrics:
     # bytes_per_token, stall_seconds, prefetch_precision and the counts behind them. None if all experts are resident.
     experts: dict[str, Any] | None = None
 
+    def add_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+
     @property
     def time_to_first_token(self) -> float | None:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time

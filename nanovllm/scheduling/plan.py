@@ -59,8 +59,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner computed. token_ids[i] belongs to the i-th entry that samples; it holds num_steps tokens, and as
-    many more as guesses were right (at most num_drafts in each step).
+    """What the runner computed. token_ids[i], of the i-th entry that samples, has num_steps tokens and right guesses.
 
     `logprobs` (per sampling entry, per token) and `prompt_logprobs` (per seq_id, for the positions
     just fed) are opaque to the scheduler: they pass through to the output.

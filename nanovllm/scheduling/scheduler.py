@@ -24,7 +24,7 @@ from typing import Any
 
 from nanovllm.errors import ContextLengthError
 from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.draft_length import DraftLength
+from nanovllm.scheduling.drafts import Drafts
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan, StepResult
 from nanovllm.scheduling.policy import Policy, WaitingQueue
 from nanovllm.scheduling.sequence import Sequence, Status
@@ -50,8 +50,7 @@ class Progress:
     seq: Sequence
     token_ids: list[int]  # newly accepted
     logprobs: list[Any] | None = None
-    num_drafted: int = 0  # guesses that were verified
-    num_accepted: int = 0  # and were right
+    drafts: tuple[int, int] = (0, 0)  # guesses that were verified, and those that were right
 
 
 @dataclass
@@ -84,7 +83,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.step = 0  # id of the newest plan
-        self.draft_length = DraftLength(limits.num_drafts)
+        self.drafts = Drafts(limits.num_drafts)
         self._text_stop = text_stop
         self._sequences: dict[int, Sequence] = {}
         self._flights: deque[_Flight] = deque()
@@ -163,7 +162,7 @@ class Scheduler:
         self._continue_running(new)
         self._admit_waiting(new)
         num_steps = self._extend_decodes(new.chosen)
-        num_drafts = self._reserve_drafts(new.chosen, num_steps)
+        num_drafts = self.drafts.reserve(new.chosen, num_steps, self.limits, self.blocks)
         entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in new.chosen)
         plan = StepPlan(self.step, entries, tuple(new.arrivals), tuple(self._departures), num_steps, num_drafts)
         if entries:  # an empty plan is not executed: its departures are in the next one
@@ -251,25 +250,6 @@ class Scheduler:
             seq.num_computed += extra
         return num_steps
 
-    def _reserve_drafts(self, chosen: list[tuple[Sequence, int]], num_steps: int) -> int:
-        """How many tokens may be guessed for each sequence and step. Blocks are reserved as if all were right. Never
-        beside prompts, and nothing is preempted for a guess."""
-        if not self.limits.num_drafts or not chosen:
-            return 0
-        if num_steps == 1 and any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
-            return 0
-        room = min(self.limits.max_model_len - len(seq.token_ids) for seq, _ in chosen)
-        wanted = max(seq.stop.max_tokens - seq.num_output for seq, _ in chosen)
-        per_step = min(room, wanted) // num_steps, self.limits.max_num_batched_tokens // len(chosen)
-        num_drafts = max(0, min(self.draft_length.choose(len(chosen)), *(count - 1 for count in per_step)))
-        extra = num_steps * num_drafts
-        if sum(self.blocks.num_missing(seq, extra) for seq, _ in chosen) > self.blocks.num_free:
-            return 0
-        for seq, _ in chosen:
-            reserved = self.blocks.reserve(seq, extra)
-            assert reserved
-        return num_drafts
-
     def _entry(self, seq: Sequence, num_new: int, num_steps: int) -> PlanEntry:
         samples = seq.num_computed >= len(seq.token_ids) + seq.num_pending
         start = seq.num_computed - num_new - (num_steps - 1)
@@ -287,8 +267,7 @@ class Scheduler:
     # ---- commit ------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[Progress]:
-        """Append the sampled tokens, without those after a stop. Plans are committed in the order they were made.
-        `seconds`: how long the plan took."""
+        """Append the sampled tokens up to a stop, plan by plan in their order. `seconds`: how long this one took."""
         flight = self._flights.popleft()
         assert flight.plan is plan, "plans are committed in order"
         self._retire()
@@ -298,20 +277,15 @@ class Scheduler:
             if seq is None:
                 continue  # finished or aborted while this step ran
             seq.num_pending -= plan.num_steps
-            num_right = len(result.token_ids[row]) - plan.num_steps
-            seq.num_computed += num_right  # guesses were fed, so their K and V are in the cache
-            accepted = self._append(seq, result.token_ids[row])
+            drafts, accepted = self.drafts.count(seq, plan, result, row), self._append(seq, result.token_ids[row])
             logprobs = result.logprobs[row][: len(accepted)] if result.logprobs else None
-            num_drafted = result.num_drafted[row] if result.num_drafted else 0
-            progress.append(Progress(seq, accepted, logprobs, num_drafted, num_right))
+            progress.append(Progress(seq, accepted, logprobs, drafts))
             # Blocks filled by tokens that were unknown when the step was planned (none if it just ended). A step in
             # flight may still have to compute the last of them, so they are unpublished if that step fails.
             published = self.blocks.publish(seq)
             if self._flights:
                 self._flights[-1].published += published
-        if self.limits.num_drafts and plan.is_decode_only:
-            num_tokens = sum(map(len, result.token_ids))
-            self.draft_length.record(len(plan.entries), plan.num_drafts, plan.num_steps, num_tokens, seconds)
+        self.drafts.record(plan, result, seconds)
         return progress
 
     def fail(self, plan: StepPlan, reason: str, culprit: int | None = None) -> list[Sequence]:

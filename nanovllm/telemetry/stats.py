@@ -37,8 +37,8 @@ class StepStats:
         self.num_steps += 1
         self.generated_tokens += generated
         if plan.num_drafts:
-            self.num_drafted += sum(moved.num_drafted for moved in progress)
-            self.num_accepted += sum(moved.num_accepted for moved in progress)
+            self.num_drafted += sum(moved.drafts[0] for moved in progress)
+            self.num_accepted += sum(moved.drafts[1] for moved in progress)
         if plan.is_decode_only:
             self.decode_seconds += seconds
             self.decode_tokens += generated

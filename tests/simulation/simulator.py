@@ -339,7 +339,7 @@ class Simulation:
             self._fail(flight.plan)
             return
         for progress in self.scheduler.commit(flight.plan, flight.result, self._random.random()):
-            self.num_accepted += progress.num_accepted
+            self.num_accepted += progress.drafts[1]
             if progress.seq.finished:
                 self._note(progress.seq)
 

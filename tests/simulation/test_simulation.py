@@ -37,15 +37,16 @@ def random_setup(rng: random.Random, **fixed: object) -> Setup:
         "max_num_batched_tokens": max_num_seqs + rng.choice([0, 1, 5, 30, 200]),
         "max_model_len": rng.choice([12, 40, 1000]),
         "decode_steps": rng.choice([1, 1, 2, 5, 8]),
-        "depth": (depth := rng.choice([0, 0, 1, 2])),
-        "num_drafts": rng.choice([0, 1, 3, 4]) if depth == 0 else 0,
+        "depth": rng.choice([0, 0, 1, 2]),
+        "num_drafts": rng.choice([0, 1, 3, 4]),
         "policy": policy,
         "max_wait_steps": max_wait_steps,
         "caching": rng.random() < 0.85,
         "failure_rate": rng.choice([0.0, 0.0, 0.05]),
         "seed": rng.randrange(2**32),
     }
-    return Setup(**{**options, **fixed})
+    options |= fixed
+    return Setup(**{**options, "num_drafts": 0 if options["depth"] else options["num_drafts"]})
 
 
 def random_requests(rng: random.Random, setup: Setup, num: int, aborts: bool = True) -> list[Request]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanovllm.scheduling.draft_length import RETRY, DraftLength
+from nanovllm.scheduling.drafts import RETRY, DraftLength
 
 
 def play(
