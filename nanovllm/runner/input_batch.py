@@ -141,13 +141,18 @@ class InputBatch:
 
     def keep(self, seq_id: int, draft: np.ndarray, drawn: list[int]) -> int:
         """Of the tokens that were drawn, the first and those after right guesses become known. Returns how many."""
-        row = self._rows[seq_id]
-        first, count = int(self._lens[row]), 1
+        count = 1
         while count < len(drawn) and draft[count - 1] == drawn[count - 1]:
             count += 1
-        self._tokens[row, first : first + count] = drawn[:count]
-        self._lens[row], self._num_drafted[row] = first + count, 0
+        self._num_drafted[self._rows[seq_id]] = 0
+        self.extend(seq_id, drawn[:count])
         return count
+
+    def extend(self, seq_id: int, tokens: list[int]) -> None:
+        row = self._rows[seq_id]
+        first = int(self._lens[row])
+        self._tokens[row, first : first + len(tokens)] = tokens
+        self._lens[row] += len(tokens)
 
     def append(self, seq_ids: Sequence[int], tokens: np.ndarray) -> None:
         """tokens [sequences, steps]. Those of a sequence that left while they were sampled go to the spare row, and the

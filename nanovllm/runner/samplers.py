@@ -98,6 +98,7 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._transfers = transfers
         self._rows = DeviceRows(num_rows, vocab_size, transfers.device)
+        self.state = self._rows.state
 
     def arrive(self, arrivals: Sequence[Arrival]) -> None:
         rows = [self._batch.row(arrival.seq_id) for arrival in arrivals]
@@ -121,8 +122,8 @@ class DeviceSampler:
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Any:
         from nanovllm.ops.triton.sampling import draw
 
-        return draw(logits, rows, positions, self._rows.state)
+        return draw(logits, rows, positions, self.state)
 
     def reports(self, entries: Sequence[PlanEntry]) -> StepReports:
         num_tops = [self._batch.arrival(entry.seq_id).params.logprobs for entry in entries]
-        return Wanted(num_tops, self._rows.state, self._transfers)
+        return Wanted(num_tops, self.state, self._transfers)

@@ -45,11 +45,16 @@ class _Speed:
         return self.tokens / max(median(self.times), 1e-9)
 
 
+def draft_lengths(most: int) -> tuple[int, ...]:
+    """In the order in which they are first tried."""
+    return tuple(sorted({0, -(-most // 2), most}, reverse=True))
+
+
 class DraftLength:
     """How many tokens to guess for each sequence, by what was measured."""
 
     def __init__(self, most: int) -> None:
-        self.lengths = sorted({0, -(-most // 2), most}, reverse=True)  # in the order in which they are first tried
+        self.lengths = draft_lengths(most)
         self._speeds: dict[int, dict[int, _Speed]] = {}  # size of the batch, rounded -> length -> speed
         self._num_plans: dict[int, int] = {}
 
@@ -107,7 +112,7 @@ class Drafts:
             return 0, 0
         num_right = len(result.token_ids[row]) - plan.num_steps
         seq.num_computed += num_right
-        return (result.num_drafted or ())[row], num_right
+        return result.num_drafted[row] if result.num_drafted else 0, num_right
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         if self.most and plan.is_decode_only:

@@ -37,6 +37,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
 class Knowing:
     """Proposes what the answers have, with a wrong token now and then."""
 
+    lengths = (4, 2, 0)
+
     def __init__(self, answers: list[list[int]], seed: int) -> None:
         self._answers, self._random = answers, random.Random(seed)
 
@@ -176,6 +178,8 @@ def test_an_abort_and_a_failure_leave_nothing(make_llm: MakeLLM, llama: TinyMode
     engine.abort_request("gone")
 
     class Broken:
+        lengths = (4, 2, 0)
+
         def propose(self, token_ids: np.ndarray, most: int) -> np.ndarray:
             raise RuntimeError("no guess")
 
