@@ -120,11 +120,10 @@ def propose(
     int32 by row; ints: of the SamplerState. Writes rows = (row int32, token int64, position int64, context length
     int32, slot int64), 1 + num for each lane."""
     shortest, longest = lookup
-    propose_kernel[(len(lanes[0]),)](
-        *lanes, history, tables, ints, *rows, history.stride(0), tables.stride(0), tables.shape[1], NUM=num,
-        GROUP=next_power_of_2(1 + num), SHORTEST=shortest, LONGEST=longest, BLOCK_SIZE=block_size, TILE=TILE,
-        num_warps=4,
-    )  # fmt: skip
+    strides = (history.stride(0), tables.stride(0), tables.shape[1])
+    facts = {"NUM": num, "GROUP": next_power_of_2(1 + num), "SHORTEST": shortest, "LONGEST": longest}
+    facts |= {"BLOCK_SIZE": block_size, "TILE": TILE}
+    propose_kernel[(len(lanes[0]),)](*lanes, history, tables, ints, *rows, *strides, **facts, num_warps=4)
 
 
 def accept(
@@ -137,7 +136,6 @@ def accept(
 ) -> None:
     """lanes = (row, place of the newest token, step int32 [lanes]). out = (samples int64 [lanes * (1 + num), steps],
     kept int32 [lanes, steps], guessed int32 [lanes, steps]), a column for each step."""
-    accept_kernel[(len(lanes[0]),)](
-        *lanes, history, rows[0], rows[1], drawn, *out, history.stride(0), history.shape[1], out[0].stride(0),
-        NUM=num, GROUP=next_power_of_2(1 + num), num_warps=1,
-    )  # fmt: skip
+    tensors = (*lanes, history, rows[0], rows[1], drawn, *out)
+    strides = (history.stride(0), history.shape[1], out[0].stride(0))
+    accept_kernel[(len(lanes[0]),)](*tensors, *strides, NUM=num, GROUP=next_power_of_2(1 + num), num_warps=1)
