@@ -31,10 +31,26 @@ TILE = 1024
 
 @triton.jit(do_not_specialize=["history_stride", "table_stride", "table_width"])
 def propose_kernel(
-    lanes_ptr, ends_ptr, history_ptr, tables_ptr, ints_ptr, rows_ptr, tokens_ptr, positions_ptr, lens_ptr, slots_ptr,
-    history_stride, table_stride, table_width, NUM: tl.constexpr, GROUP: tl.constexpr, SHORTEST: tl.constexpr,
-    LONGEST: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    lanes_ptr,
+    ends_ptr,
+    history_ptr,
+    tables_ptr,
+    ints_ptr,
+    rows_ptr,
+    tokens_ptr,
+    positions_ptr,
+    lens_ptr,
+    slots_ptr,
+    history_stride,
+    table_stride,
+    table_width,
+    NUM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     lane = tl.program_id(0).to(tl.int64)
     row = tl.load(lanes_ptr + lane).to(tl.int64)
     live = row >= 0
@@ -77,9 +93,22 @@ def propose_kernel(
 
 @triton.jit(do_not_specialize=["history_stride", "history_width", "out_stride"])
 def accept_kernel(
-    lanes_ptr, ends_ptr, steps_ptr, history_ptr, rows_ptr, tokens_ptr, drawn_ptr, samples_ptr, kept_ptr, guessed_ptr,
-    history_stride, history_width, out_stride, NUM: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    lanes_ptr,
+    ends_ptr,
+    steps_ptr,
+    history_ptr,
+    rows_ptr,
+    tokens_ptr,
+    drawn_ptr,
+    samples_ptr,
+    kept_ptr,
+    guessed_ptr,
+    history_stride,
+    history_width,
+    out_stride,
+    NUM: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     lane = tl.program_id(0).to(tl.int64)
     row = tl.load(lanes_ptr + lane).to(tl.int64)
     if row < 0:
