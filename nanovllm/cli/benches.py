@@ -53,6 +53,8 @@ def throughput(
     if compare == "hf" and config.quantization == "auto":  # the same weights on both sides
         config = replace(config, quantization="none")
     outcome.use_threads()
+    if compare:
+        typer.echo(f"{outcome.repeat} turns of each engine; this takes some minutes", err=True)
     with outcome.engine(config) as engine:
         if path is not None:
             found, facts = compare_llamacpp.compare_all(

@@ -52,6 +52,7 @@ logger = logging.getLogger("nanovllm")
 
 class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
+        defaults.refuse_fork()
         self.config = config
         checkpoint = open_checkpoint(resolve_model(config.model))
         try:
@@ -100,8 +101,7 @@ class LLMEngine:
         """Refuses bad input before any state changes. Raises RequestError."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
-        if self._process != os.getpid():  # the threads of OpenMP are not there: the first product would wait for ever
-            raise EngineDeadError("this engine belongs to the process before the fork: use multiprocessing's 'spawn'")
+        defaults.refuse_fork(self._process)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
         parsed = prompt if isinstance(prompt, EngineInput) else self.inputs.parse(prompt)
