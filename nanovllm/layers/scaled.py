@@ -32,6 +32,7 @@ class Scales:
 
     block: int = 0  # a scale for each block of so many rows and columns; 0: for each row
     quantises: bool = False  # numbers of a file in 16 or 32 bits are quantised; otherwise they stay
+    experts: bool = False  # those of a mixture of experts too (moe/scaled.py)
 
 
 class ScaledWeight(nn.Module):
@@ -77,7 +78,7 @@ class ScaledWeight(nn.Module):
 
     def _fits(self, part: Fp8Blocks, start: int) -> bool:
         if not self.block:
-            return part.block[1] >= self.shape[1] and part.first[1] == 0
+            return part.first[1] + self.shape[1] <= part.block[1]
         return part.block == (self.block, self.block) and part.first == (0, 0) and start % self.block == 0
 
     def _copy(self, part: Any, start: int) -> None:

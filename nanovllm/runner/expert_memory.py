@@ -26,6 +26,7 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import available_host_bytes
 from nanovllm.layers.build import Build
+from nanovllm.layers.scaled import Scales
 from nanovllm.memory.budget import GIB, DoesNotFit, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
@@ -89,8 +90,10 @@ def size_experts(
     forms: tuple[ExpertForm, ...] | None = None,
     parallel: Parallel = ALONE,
     stored_bytes: float | None = None,
+    scales: Scales | None = None,
 ) -> Tiers:
-    """`forms`: of low-rank experts. `stored_bytes`: of a number in matrices that stay as a GGUF file has them."""
+    """`forms`: of low-rank experts. `stored_bytes`: of a number in matrices that stay as a GGUF file has them.
+    `scales`: of matrices in 8-bit floats."""
     wants = Wants(
         limits.max_model_len,
         limits.max_num_batched_tokens,
@@ -107,7 +110,9 @@ def size_experts(
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
     redundant = config.num_redundant_experts if config.enable_eplb else None
-    stored = (config.quantization, config.kv_cache_dtype, stored_bytes)
+    expert_scales = scales.block if scales is not None and scales.experts else None
+    quantization = config.quantization if scales is None else "fp8"
+    stored = (quantization, config.kv_cache_dtype, stored_bytes, expert_scales)
     sizes = (parallel.size, parallel.expert_size, redundant, *stored)
     facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, *sizes)
     try:
@@ -133,6 +138,11 @@ def open_offload(
 ) -> Offload | None:
     if tiers.placement == "resident":
         return None
+    if config.expert_cpu_misses and build.scaling is not None and build.scaling.experts:
+        raise ConfigError(
+            "expert_cpu_misses=True: an expert in 8-bit floats is not computed on the CPU, where expanding it takes "
+            "longer than its copy; leave it out, or set quantization='none'"
+        )
     for line in tiers.notes:
         logger.info("experts: %s", line)
     assert model.moe is not None
