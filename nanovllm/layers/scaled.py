@@ -35,7 +35,18 @@ class Scales:
     experts: bool = False  # those of a mixture of experts too (moe/scaled.py)
 
 
-class ScaledWeight(nn.Module):
+class EightBits(nn.Module):
+    """Numbers in 8-bit floats: a ScaledWeight, or a layer's experts (moe/scaled.py)."""
+
+    shape: tuple[int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """With the scales."""
+        raise NotImplementedError
+
+
+class ScaledWeight(EightBits):
     """[rows, columns], filled part by part by the loader; the parts lie below each other in their order."""
 
     q: torch.Tensor
@@ -132,10 +143,14 @@ class ScaledLoading:
         if self._plain:
             more = f" and {len(self._plain) - 1} more" if len(self._plain) > 1 else ""
             logger.info("%s%s: not in 8 bits, as in the file or because blocks do not meet", self._plain[0], more)
-        size = sum(weight.num_bytes for weight in scaled_weights(self._model).values()) / 1e6
+        size = sum(module.num_bytes for module in eight_bits(self._model)) / 1e6
         logger.info("matrices in memory: FP8, %.0f MB", size)
 
 
 def scaled_weights(model: nn.Module) -> dict[str, ScaledWeight]:
     """By the names that they would have as parameters."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ScaledWeight)}
+
+
+def eight_bits(model: nn.Module) -> list[EightBits]:
+    return [module for module in model.modules() if isinstance(module, EightBits)]

@@ -64,6 +64,11 @@ class ModelFacts:
         forms = self.forms or (dense,) * self.num_sparse_layers
         return tuple(form.share(self.num_ranks // self.expert_size) for form in forms)
 
+    @property
+    def has_scaled_experts(self) -> bool:
+        """In 8-bit floats; ranks that cut blocks of scales expand them."""
+        return any(form.scale_block is not None for form in self.shares)
+
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Gate, up and down of one expert, by sparse layer."""

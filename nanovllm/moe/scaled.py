@@ -1,4 +1,4 @@
-"""Experts in 8-bit floats: matrices and scales in a block of bytes (weights/expert_form.py), and how the loader fills it.
+"""Experts in 8-bit floats: matrices and scales in a block of bytes (weights/expert_form.py), and the loader's targets.
 Resident experts are a stack of such blocks, and offloaded ones pass through buffers of the same form."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 from nanovllm.hardware.parallel import Shard
 from nanovllm.layers.build import Build
-from nanovllm.layers.scaled import ScaledTarget
+from nanovllm.layers.scaled import EightBits, ScaledTarget
 from nanovllm.model_config import MoeConfig
 from nanovllm.ops import fp8
 from nanovllm.ops.fp8 import ScaledStack
@@ -20,7 +20,7 @@ from nanovllm.weights.expert_form import DOWN, GATE, UP, ExpertForm
 from nanovllm.weights.fp8 import Fp8Blocks
 from nanovllm.weights.loader import Elsewhere, LoadTarget
 
-ROWS_AT_ONCE = 16 << 20  # numbers: quantising takes some 12 bytes of the device's memory for each
+AT_ONCE = 4 << 20  # numbers that are quantised, some 12 bytes of the device's memory for each
 
 
 def dense_form(moe: MoeConfig, hidden: int, build: Build) -> ExpertForm:
@@ -80,7 +80,12 @@ def _put(q: torch.Tensor, scale: torch.Tensor, device: torch.device, name: str, 
         put_scales(scale, found)
         return
     assert scale.dim() == 1, f"{name}: only files that are all in blocks have scales of blocks"
-    step = max(1, ROWS_AT_ONCE // q.shape[1])
+    quantise_rows(found, q, scale, device)
+
+
+def quantise_rows(found: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
+    """On the device: 59 million numbers, a matrix of Mixtral's, take a core of a host about a second."""
+    step = max(1, AT_ONCE // q.shape[1])
     for start in range(0, len(q), step):
         rows = slice(start, start + step)
         numbers, factors = fp8.quantise(found[rows].to(device), 0)
@@ -92,7 +97,7 @@ def put_scales(scale: torch.Tensor, found: Fp8Blocks) -> None:
     scale.copy_(found.scale if scale.dim() == 2 else found.row_scales())
 
 
-class ScaledExperts(nn.Module):
+class ScaledExperts(EightBits):
     """The experts of a layer that this rank has, one block after the other."""
 
     pool: torch.Tensor
@@ -106,7 +111,11 @@ class ScaledExperts(nn.Module):
 
     def set_pool(self, pool: torch.Tensor) -> None:
         self.register_buffer("pool", pool, persistent=False)
-        self.views = expert_views(self.form, pool)
+        self.views, self.shape = expert_views(self.form, pool), (len(pool), self.form.numel)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pool.nbytes
 
     def targets(self) -> dict[str, dict[str, LoadTarget]]:
         """By the names that the stacks of experts in 16 bits have in their layer (moe/resident.py)."""

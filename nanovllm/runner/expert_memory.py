@@ -32,6 +32,7 @@ from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.offload.offload import Offload, OffloadOptions
 from nanovllm.runner.limits import StepLimits
+from nanovllm.runner.quantization import scaled_facts
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertForm
 
@@ -110,11 +111,10 @@ def size_experts(
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
     redundant = config.num_redundant_experts if config.enable_eplb else None
-    expert_scales = scales.block if scales is not None and scales.experts else None
-    quantization = config.quantization if scales is None else "fp8"
-    stored = (quantization, config.kv_cache_dtype, stored_bytes, expert_scales)
+    stored = (config.quantization, config.kv_cache_dtype, stored_bytes)
     sizes = (parallel.size, parallel.expert_size, redundant, *stored)
     facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, *sizes)
+    facts = replace(facts, **scaled_facts(scales))
     try:
         return size_tiers(machine_memory(config, device, parallel), facts, wants)
     except DoesNotFit as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+from typing import Any
 
 import torch
 
@@ -55,6 +56,13 @@ def choose_scales(
     has_experts = model.moe is not None and not low_rank
     fits = quantises or is_estimate or has_fp8_experts(checkpoint)
     return Scales(BLOCK if blocks else 0, quantises, experts=has_experts and fits)
+
+
+def scaled_facts(scales: Scales | None) -> dict[str, Any]:
+    """What ModelFacts are to know of them."""
+    if scales is None:
+        return {}
+    return {"quantization": "fp8", "expert_scales": scales.block if scales.experts else None}
 
 
 def report_experts(scales: Scales, model: ModelConfig, parallel: Parallel) -> None:

@@ -14,6 +14,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import GIB
+from nanovllm.moe import scaled
 from nanovllm.moe.offload import store
 from nanovllm.moe.scaled import ScaledExperts
 from nanovllm.ops.fp8 import quantise
@@ -114,13 +115,22 @@ def expert_bytes(path: Path) -> int:
 
 
 @pytest.mark.parametrize("model", ["mixtral", "deepseek-v3"])
-def test_quantised_while_it_is_loaded(model: str, folders: Folders, on_gpu: None) -> None:
+def test_quantised_while_it_is_loaded(
+    model: str, folders: Folders, on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """quantization="fp8" rounds each row of the experts as `ops/fp8.py` does, and offloaded ones are the same bits."""
     _, plain = folders(model, "rows")
     resident, _, _ = run(plain, quantization="fp8")
     offloaded, experts, _ = run(plain, quantization="fp8", expert_placement="offload")
     assert experts["expert_dtype"] == "float8_e4m3fn"
     assert offloaded == resident
+    with monkeypatch.context() as patch:
+        patch.setattr(store.logger, "level", logging.ERROR)
+        patch.setattr(scaled, "AT_ONCE", 1000)
+        room = {"expert_cache_gb": 6.5 * experts["expert_bytes"] / GIB, "expert_host_gb": 0}
+        from_disk, _, stats = run(plain, quantization="fp8", expert_placement="offload", **room)
+    assert from_disk == resident
+    assert stats.bytes_from_disk > 0
     with open_engine(plain, quantization="fp8") as llm:
         layer = next(m for m in llm.engine.executor.runner.model.modules() if isinstance(m, ScaledExperts))
         checkpoint = open_checkpoint(plain)
@@ -142,8 +152,6 @@ def test_what_cannot_be_is_refused(folders: Folders, on_gpu: None, monkeypatch: 
     small, plain = folders("mixtral", "rows")
     with pytest.raises(ConfigError, match=r"expert_cpu_misses=True.*leave it out, or set quantization='none'"):
         run(small, expert_placement="offload", expert_cpu_misses=True)
-    with pytest.raises(ConfigError, match=r"quantised while they are loaded.*expert_host_gb=.*FP8 files"):
-        run(plain, quantization="fp8", expert_placement="offload", expert_host_gb=0)
     monkeypatch.setattr(build, "choose_scales", lambda *args: as_on_a_gpu(*args[:4], True))
     with pytest.raises(ConfigError, match=r"low-rank experts are kept in 16 bits.*leave quantization out"):
         run(plain, quantization="fp8")

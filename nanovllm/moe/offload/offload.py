@@ -41,7 +41,8 @@ from nanovllm.model_config import MoeConfig
 from nanovllm.moe.offload.cache import ExpertCache, ExpertStats
 from nanovllm.moe.offload.idle import IdleTime
 from nanovllm.moe.offload.report import ExpertCall, HostRouting, RoutingReport
-from nanovllm.moe.offload.store import ExpertShape, ExpertStore
+from nanovllm.moe.offload.shape import ExpertShape
+from nanovllm.moe.offload.store import ExpertStore
 from nanovllm.moe.offload.table import BufferTable, is_small
 from nanovllm.moe.projections import SharedProjections, cut_expert
 from nanovllm.moe.scaled import dense_form

@@ -16,7 +16,7 @@ Files are read with `preadv`, not through a mapping: a file that shrinks while i
 name. Numbers of another dtype than the device computes in are converted chunk by chunk. Low-rank experts are stored in
 another form than they are computed in: from disk they are read and transposed a matrix at a time, into memory of its
 own. Correct, and slower still. Of experts in 8-bit floats the scales stay in memory (a thousandth of the experts), and
-the bytes are read as they are.
+the bytes are read as they are; if the file has more bits, a matrix is quantised anew whenever it is read.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,9 +38,9 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Shard
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
 from nanovllm.memory.budget import GIB, fit_host, gib
-from nanovllm.moe.scaled import by_part, expert_views, part_target, put_scales, scale_views, whole_shape
-from nanovllm.weights.checkpoint import Checkpoint, has_fp8_experts
-from nanovllm.weights.expert_form import ExpertForm
+from nanovllm.moe.offload.shape import ExpertShape
+from nanovllm.moe.scaled import by_part, part_target, put_scales, quantise_rows, scale_views, whole_shape
+from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.fp8 import Fp8Blocks
 from nanovllm.weights.loader import LoadTarget, OnDisk, PackedTarget, ShardTarget, as_target
 from nanovllm.weights.shards import Location
@@ -50,52 +49,6 @@ logger = logging.getLogger("nanovllm")
 
 CHUNK_BYTES = 16 << 20
 HOST_SHARE = 0.8  # of the memory that is available, if the user sets no limit
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """`numel` and `num_bytes` are those of the largest expert, of which every buffer has room for one. `dtype`: of a
-    block; bytes (uint8) if experts are in 8-bit floats."""
-
-    layers: tuple[int, ...]  # numbers of the sparse layers in the model
-    num_experts: int  # in one layer
-    forms: tuple[ExpertForm, ...]  # of the sparse layers; of this rank's share of an expert
-    dtype: torch.dtype
-    shards: tuple[dict[str, Shard], ...] = ()  # by layer: part -> which piece of the checkpoint's tensor that share is
-
-    @cached_property
-    def numel(self) -> int:
-        return max(form.length for form in self.forms)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @cached_property
-    def layer_bytes(self) -> tuple[int, ...]:
-        """Of one expert, by layer."""
-        return tuple(form.length * self.dtype.itemsize for form in self.forms)
-
-    def num_pieces(self, piece_bytes: int) -> int:
-        """Of an expert: whole pieces in every layer, so that bytes are counted exactly; 84 for Mixtral 8x7B."""
-        common = math.gcd(*(form.length for form in self.forms))
-        num_pieces = min(-(-self.num_bytes // piece_bytes), common)
-        while common % num_pieces:
-            num_pieces += 1
-        return num_pieces
-
-    def shard(self, layer: int, part: str) -> Shard | None:
-        """None: the part is whole."""
-        found = self.shards[layer].get(part) if self.shards else None
-        return None if found is None or found.length == found.total else found
-
-    def views(self, block: torch.Tensor, layer: int = 0) -> tuple[Any, Any]:
-        """gate_up [..., 2I, K] and down [..., rows, columns] of blocks [..., at least as many numbers as there are]."""
-        return expert_views(self.forms[layer], block)
-
-    @property
-    def is_scaled(self) -> bool:
-        return self.forms[0].scale_block is not None
 
 
 @dataclass
@@ -109,6 +62,7 @@ class _Part:
     """One of an expert's tensors on disk: its place in a file or, where that is another form, its name."""
 
     source: Location | str
+    rows: int
     columns: int  # numbers in a row of this rank's share
     shard: Shard | None  # which piece of the tensor that is; None: all
 
@@ -147,7 +101,9 @@ class ExpertStore:
         ] = {}  # the same for 8-bit floats -> end of its block, as bytes
         self._open: dict[Path, int] = {}
         self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
-        self._converted: tuple[str, torch.Tensor] | None = None  # a matrix that several chunks take their numbers from
+        self._converted: tuple[str | Location, torch.Tensor] | None = (
+            None  # a matrix that several chunks take their numbers from
+        )
         self._chunks: list[_Chunk] = []
         self._next_chunk = 0
         try:
@@ -188,11 +144,6 @@ class ExpertStore:
             raise ConfigError(
                 f"{figures}, and experts in a GGUF file cannot be read from disk as they are needed: {remedy}, or use "
                 "the model's safetensors"
-            )
-        if self.shape.is_scaled and not has_fp8_experts(self._checkpoint):
-            raise ConfigError(
-                f"{figures}, and experts that are quantised while they are loaded cannot be read from disk as they are "
-                f"needed: {remedy}, use the model's FP8 files, or leave quantization='fp8' out"
             )
         figures += f"; the other {num_rest} of {len(keys)} are read from disk"
         if num_left == 0:
@@ -242,27 +193,28 @@ class ExpertStore:
 
     def _remember(self, key: tuple[int, int], part: str, name: str) -> None:
         assert self._checkpoint is not None
-        columns, shard = self.shape.forms[key[0]].parts[part][1], self.shape.shard(key[0], part)
-        if self.shape.is_scaled:
-            location = self._checkpoint.bytes_location(name)
-            self._remember_scales(key, part, name, shard)
-        else:
-            location = self._checkpoint.location(name)
-        self._files[key][part] = _Part(name if location is None else location, columns, shard)
+        location = self._checkpoint.bytes_location(name) if self.shape.is_scaled else None
+        location = location or self._checkpoint.location(name)
+        sizes, shard = self.shape.forms[key[0]].parts[part], self.shape.shard(key[0], part)
+        self._files[key][part] = _Part(name if location is None else location, *sizes, shard)
         if location is None:
             return
         if location.path not in self._open:  # now: another file of that name may have other numbers later
             self._open[location.path] = _open_file(location.path)
-        if location.dtype != self.shape.dtype:  # a miss allocates nothing
+        if location.dtype != self.shape.dtype and not self.shape.is_scaled:  # a miss allocates nothing
             size = len(self._chunks[0].block.tensor) * location.dtype.itemsize
             self._raw = self._raw if len(self._raw) >= size else torch.empty(size, dtype=torch.uint8)
+        if self.shape.is_scaled:
+            self._remember_scales(key, part, name)
 
-    def _remember_scales(self, key: tuple[int, int], part: str, name: str, shard: Shard | None) -> None:
+    def _remember_scales(self, key: tuple[int, int], part: str, name: str) -> None:
         assert self._checkpoint is not None
-        found = self._checkpoint.read_packed(name)
-        assert isinstance(found, Fp8Blocks)
-        scales = by_part(*scale_views(self.shape.forms[key[0]], self._scales[key]))
-        put_scales(scales[part], found if shard is None else found.cut(shard))
+        found, here = self._checkpoint.read_packed(name), self._files[key][part]
+        scale = by_part(*scale_views(self.shape.forms[key[0]], self._scales[key]))[part]
+        if isinstance(found, Fp8Blocks):
+            put_scales(scale, found if here.shard is None else found.cut(here.shard))
+        else:
+            self._quantise(here, scale)
 
     @property
     def num_blocks(self) -> list[int]:
@@ -334,15 +286,34 @@ class ExpertStore:
         if isinstance(location, str):
             buffer.copy_(self._in_our_format(location, part.shard)[start : start + len(buffer)])
             return
+        if self.shape.is_scaled and location.dtype != buffer.dtype:
+            if self._converted is None or self._converted[0] != location:
+                self._converted = None  # before the next is allocated
+                self._converted = location, self._quantise(part)
+            buffer.copy_(self._converted[1][start : start + len(buffer)])
+            return
         raw = buffer
         if location.dtype != buffer.dtype:
             raw = self._raw[: len(buffer) * location.dtype.itemsize].view(location.dtype)
-        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize  # type: ignore[arg-type]
-        for first, count in part.spans(start, len(buffer)):
-            self._pread(location, location.offset + first * size, view[: count * size])
-            view = view[count * size :]
+        self._read_stored(part, location, start, raw)
         if raw is not buffer:
             buffer.copy_(raw)
+
+    def _read_stored(self, part: _Part, location: Location, start: int, raw: torch.Tensor) -> None:
+        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize  # type: ignore[arg-type]
+        for first, count in part.spans(start, len(raw)):
+            self._pread(location, location.offset + first * size, view[: count * size])
+            view = view[count * size :]
+
+    def _quantise(self, part: _Part, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The bytes of a matrix that is stored in more bits; its scales go to `scale`."""
+        assert isinstance(part.source, Location)
+        found = torch.empty(part.rows * part.columns, dtype=part.source.dtype)
+        self._read_stored(part, part.source, 0, found)
+        q = torch.empty(part.rows, part.columns, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(part.rows) if scale is None else scale
+        quantise_rows(found.view(q.shape), q, scale, self._device)
+        return q.view(torch.uint8).flatten()
 
     def _pread(self, location: Location, offset: int, view: memoryview) -> None:
         try:

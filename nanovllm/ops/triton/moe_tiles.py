@@ -125,10 +125,10 @@ def default_tiles(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> Ti
 
 
 def _eight_bits(choice: TileChoice) -> TileChoice:
-    """Not measured yet: cut so that registers hardly spill (ptxas: 52 bytes on sm_80, none on sm_90). If blocks have scales, the sum of a
-    step lies in registers beside the whole one, and converted numbers do in any case: so gate and up take 64 outputs at
-    most, and 64 columns where rows are many. Elsewhere 128 columns are as many bytes as 64 numbers of 16 bits. `fit`
-    counts 16 bits a weight: what bytes leave of that is the room for a tile that is converted."""
+    """Not measured yet: cut so that registers hardly spill (ptxas: 52 bytes on sm_80, none on sm_90). If blocks have
+    scales, the sum of a step lies in registers beside the whole one, and converted numbers do in any case: so gate and
+    up take 64 outputs at most, and 64 columns where rows are many. Elsewhere 128 columns are the bytes of 64 numbers of
+    16 bits. `fit` counts 16 bits a weight: what bytes leave of that is the room for a tile that is converted."""
     gate_up, down = choice.gate_up, choice.down
     columns = 128 if choice.block_m < 64 else 64
     return TileChoice(
