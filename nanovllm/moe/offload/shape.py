@@ -1,4 +1,4 @@
-"""ExpertShape: how many numbers, or bytes, the experts of each sparse layer take, and where its matrices are in them."""
+"""ExpertShape: how many numbers, or bytes, an expert of each sparse layer takes, and where its matrices are in them."""
 
 from __future__ import annotations
 
