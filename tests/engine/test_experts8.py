@@ -146,6 +146,11 @@ def test_dummy_weights(folders: Folders, on_gpu: None) -> None:
     options = {"load_format": "dummy", "quantization": "fp8"}
     resident, _, _ = run(plain, **options)
     assert run(plain, **options, expert_placement="offload")[0] == resident
+    with open_engine(plain, **options, expert_placement="offload") as llm:  # as `nanovllm bench moe` draws routers
+        llm.engine.executor.probe().spread_routing(0)
+        qkv = llm.engine.executor.runner.model.layers[0].attention.qkv.weight
+        assert qkv.scale[:-32].max() < 1e-3 / 400 < qkv.scale[-32:].min()
+        assert not llm.generate(PROMPTS, PARAMS, use_tqdm=False)[0].error
 
 
 def test_what_cannot_be_is_refused(folders: Folders, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
-"""Experts in 8-bit floats on a GPU: `python tests/gpu/check_experts8.py [--parts engine,kernels,link] [--out DIR]`.
+"""Experts in 8-bit floats on a GPU: `python tests/gpu/check_experts8.py [--parts engine,kernels] [--out DIR]`.
 
     engine    the trained tiny Mixtral, quantised while it is loaded, and tiny models whose files have blocks: resident
               and offloaded engines, with and without graphs, write the same tokens with the same logprobs; a file's are
               near those of its expanded numbers
     kernels   us of one layer's experts: 16 bits, 8 bits with scales of rows and of blocks; share of the card's limit
-    link      bytes that offloaded experts of Mixtral's shapes move a token, and tok/s, 16 against 8 bits (8 layers)
 
-Kernels against their twins: `check_moe.py --only "8 bits"`. JSON goes to --out.
+Kernels against their twins: `check_moe.py --only "8 bits"`. JSON goes to --out. What offloaded experts move, and
+tok/s: `nanovllm bench moe --parts offload --model benchmarks/models/mixtral-8x7b --load-format dummy --num-layers 16`,
+with and without `--quantization fp8`.
 """
 
 from __future__ import annotations
@@ -97,45 +98,19 @@ def time_kernels() -> list[dict[str, Any]]:
     return rows
 
 
-def time_link() -> list[dict[str, Any]]:
-    """Half of the experts cached; made-up weights and routers."""
-    config = json.loads((ROOT / "benchmarks/models/mixtral-8x7b/config.json").read_text())
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 8}))
-        for form in ("none", "fp8"):
-            size = 3 * 4096 * 14336 * (1 if form == "fp8" else 2) + 131072 * (form == "fp8")
-            options = {"load_format": "dummy", "quantization": form, "expert_placement": "offload"}
-            options |= {"expert_cache_gb": (8 * 4 + 4) * size / GIB, "skip_tokenizer_init": True, "max_num_seqs": 1}
-            with LLM(folder, **options, max_model_len=512, enable_prefix_caching=False) as llm:
-                llm.engine.executor.probe().spread_routing(0)
-                params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-                llm.generate([{"prompt_token_ids": [5, 9, 2]}], params, use_tqdm=False)
-                before = llm.engine.executor.expert_stats()
-                [output] = llm.generate([{"prompt_token_ids": [7, 1, 3]}], params, use_tqdm=False)
-                stats = llm.engine.executor.expert_stats() - before
-                seconds = output.metrics.finished_time - output.metrics.first_token_time
-            rate = 63 / seconds
-            rows.append({"form": form, "tok_s": rate, "hit_rate": stats.hit_rate, "bytes": stats.bytes_per_token})
-            print(
-                f"{form:5s} {rate:6.2f} tok/s, {stats.hit_rate:.1%} hits, {stats.bytes_per_token / 1e9:.2f} GB a token"
-            )
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parts", default="engine,kernels,link")
+    parser.add_argument("--parts", default="engine,kernels")
     parser.add_argument("--out", type=Path, default=Path("."))
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    parts, found = args.parts.split(","), {"device": torch.cuda.get_device_name()}
+    parts = args.parts.split(",")
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     if "engine" in parts:
         check_engine()
-    for part, measure in (("kernels", time_kernels), ("link", time_link)):
-        if part in parts:
-            found[part] = measure()
+    if "kernels" in parts:
+        found["kernels"] = time_kernels()
     (args.out / "check_experts8.json").write_text(json.dumps(found, indent=1))
     return 0
 

@@ -1,9 +1,9 @@
 """Checks the mixture-of-experts kernels on a GPU: `python tests/gpu/check_moe.py [--quick] [--only WORDS] [--out DIR]`.
 
-Dense experts, in 8-bit floats too, and low-rank ones against the fp32 twin around every boundary and in every dtype; graphs replayed with another
-routing; several passes against one, bit for bit; a pool beyond 2^31 elements; the load of experts by layer. A failing
-job is recorded and the rest goes on. Compilation dominates, so --workers processes run the jobs once before, only for
-Triton's cache. JSON goes to --out. Speed: `nanovllm bench moe`.
+Dense experts, in 8-bit floats too, and low-rank ones against the fp32 twin around every boundary and in every dtype;
+graphs replayed with another routing; several passes against one, bit for bit; a pool beyond 2^31 elements; the load of
+experts by layer. A failing job is recorded and the rest goes on. Compilation dominates, so --workers processes run the
+jobs once before, only for Triton's cache. JSON goes to --out. Speed: `nanovllm bench moe`.
 """
 
 from __future__ import annotations
