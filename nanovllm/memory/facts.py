@@ -30,6 +30,7 @@ class ModelFacts:
     kv_cache_dtype: str = "auto"
     stored_bytes: float | None = None  # of a number, on average, in matrices that stay as a GGUF file has them
     expert_scales: int | None = None  # of dense experts in 8-bit floats (ExpertForm.scale_block); None: they are not
+    disk_factor: float = 1.0  # bytes of a file for each byte of an expert: 2 if 16 bits are quantised as they are read
 
     @property
     def num_sparse_layers(self) -> int:

@@ -62,7 +62,8 @@ def scaled_facts(scales: Scales | None) -> dict[str, Any]:
     """What ModelFacts are to know of them."""
     if scales is None:
         return {}
-    return {"quantization": "fp8", "expert_scales": scales.block if scales.experts else None}
+    experts, factor = scales.block if scales.experts else None, 2.0 if scales.experts and scales.quantises else 1.0
+    return {"quantization": "fp8", "expert_scales": experts, "disk_factor": factor}
 
 
 def report_experts(scales: Scales, model: ModelConfig, parallel: Parallel) -> None:

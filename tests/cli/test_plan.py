@@ -278,6 +278,28 @@ def test_the_table_of_the_docs_is_this_plan() -> None:
             assert text == " to ".join(f"{speed.tokens_per_second:.2f}" for speed in estimate.speeds(batch))
 
 
+def test_the_table_of_8_bit_floats_in_the_docs_is_this_plan() -> None:
+    text = (ROOT / "docs/small-gpus.md").read_text(encoding="utf-8")
+    row = r"^\| (\d+) \| (\d+) \| (16 bits|FP8) \| (\d+) \+ (\d+) \| (\d+) / (\d+) \| (.+?) \| (.+?) \|$"
+    found = re.findall(row, text, re.M)
+    assert len(found) == 8
+    for card, host, kind, *counts, one, sixteen in found:
+        sizes = {"gpu_memory_gb": int(card), "host_memory_gb": int(host), "max_model_len": 4096}
+        estimate = make_estimate(
+            PlanOptions(model=str(MIXTRAL), quantization="fp8" if kind == "FP8" else "none", **sizes)
+        )
+        tiers = estimate.tiers
+        assert tiers is not None
+        assert [int(n) for n in counts] == [
+            tiers.num_cached,
+            tiers.num_streaming,
+            tiers.host_experts,
+            tiers.disk_experts,
+        ]
+        for batch, speed in ((1, one), (16, sixteen)):
+            assert speed == " to ".join(f"{s.tokens_per_second:.2f}" for s in estimate.speeds(batch))
+
+
 # ---- several GPUs --------------------------------------------------------------------------------------------------
 
 LARGE = ("--gpu-memory-gb", "139", "--host-memory-gb", "512")
