@@ -51,6 +51,7 @@ from nanovllm.runner.quantization import (
     load_kv_scales,
     report_experts,
     report_stored,
+    scaled_facts,
 )
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
@@ -162,9 +163,10 @@ def _place_experts(blueprint: Blueprint, build: Build) -> tuple[str | None, Offl
     if model_config.moe is None:
         return None, None
     forms = None if low_rank is None else low_rank.forms
-    stored = mean_bytes(blueprint.checkpoint) if build.packs and config.quantization == "auto" else None
-    sizes = (limits, forms, blueprint.parallel, stored, build.scaling)
-    tiers = size_experts(config, model_config, device, blueprint.dtype, *sizes)
+    stored = scaled_facts(build.scaling)
+    if build.packs and config.quantization == "auto":
+        stored = {"stored_bytes": mean_bytes(blueprint.checkpoint)}
+    tiers = size_experts(config, model_config, device, blueprint.dtype, limits, forms, blueprint.parallel, stored)
     if tiers.placement == "offload" and build.packs and low_rank is None:
         return "disk", None
     if tiers.placement == "offload" and config.load_format != "dummy":

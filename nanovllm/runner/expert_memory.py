@@ -16,7 +16,9 @@ machine's memory evenly.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,13 +28,11 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import available_host_bytes
 from nanovllm.layers.build import Build
-from nanovllm.layers.scaled import Scales
 from nanovllm.memory.budget import GIB, DoesNotFit, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.offload.offload import Offload, OffloadOptions
 from nanovllm.runner.limits import StepLimits
-from nanovllm.runner.quantization import scaled_facts
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertForm
 
@@ -90,11 +90,9 @@ def size_experts(
     limits: StepLimits,
     forms: tuple[ExpertForm, ...] | None = None,
     parallel: Parallel = ALONE,
-    stored_bytes: float | None = None,
-    scales: Scales | None = None,
+    stored: Mapping[str, Any] | None = None,
 ) -> Tiers:
-    """`forms`: of low-rank experts. `stored_bytes`: of a number in matrices that stay as a GGUF file has them.
-    `scales`: of matrices in 8-bit floats."""
+    """`forms`: of low-rank experts. `stored`: what ModelFacts are to know of matrices that stay as a file has them."""
     wants = Wants(
         limits.max_model_len,
         limits.max_num_batched_tokens,
@@ -111,10 +109,9 @@ def size_experts(
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
     redundant = config.num_redundant_experts if config.enable_eplb else None
-    stored = (config.quantization, config.kv_cache_dtype, stored_bytes)
-    sizes = (parallel.size, parallel.expert_size, redundant, *stored)
+    sizes = (parallel.size, parallel.expert_size, redundant, config.quantization, config.kv_cache_dtype)
     facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, *sizes)
-    facts = replace(facts, **scaled_facts(scales))
+    facts = replace(facts, **(stored or {}))
     try:
         return size_tiers(machine_memory(config, device, parallel), facts, wants)
     except DoesNotFit as error:

@@ -47,10 +47,23 @@ def _scaled(x, scale_ptr, k, SIZE: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "buffers_ptr"])
 def gate_up_gemv_kernel(
-    x_ptr, weight_ptr, scale_ptr, buffers_ptr, out_ptr, x_stride, buffer_stride, scale_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
-    FORM: tl.constexpr, SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    buffers_ptr,
+    out_ptr,
+    x_stride,
+    buffer_stride,
+    scale_stride,
+    SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     pair = tl.program_id(0).to(tl.int64)
     buffer = tl.load(buffers_ptr + pair).to(tl.int64)
     if buffer < 0:
@@ -84,10 +97,22 @@ def gate_up_gemv_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "buffers_ptr", "weights_ptr"])
 def down_gemv_kernel(
-    x_ptr, weight_ptr, scale_ptr, buffers_ptr, weights_ptr, out_ptr, buffer_stride, scale_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SHARED: tl.constexpr,
-    FORM: tl.constexpr, SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    buffers_ptr,
+    weights_ptr,
+    out_ptr,
+    buffer_stride,
+    scale_stride,
+    SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    SHARED: tl.constexpr,
+    FORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     pair = tl.program_id(0).to(tl.int64)
     buffer = tl.load(buffers_ptr + pair).to(tl.int64)
     if buffer < 0:
