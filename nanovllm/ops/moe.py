@@ -120,7 +120,7 @@ def expert_pairs(
 
 
 def _matrix(stack: Stack, buffer: int, dtype: torch.dtype) -> torch.Tensor:
-    return stack[buffer] if isinstance(stack, torch.Tensor) else stack.expanded(buffer, dtype)
+    return stack.expanded(buffer, dtype) if isinstance(stack, ScaledStack) else stack[buffer]
 
 
 def _split_linear(
