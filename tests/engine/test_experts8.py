@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from nanovllm.moe.scaled import ScaledExperts
 from nanovllm.ops.fp8 import quantise
 from nanovllm.runner import build
 from nanovllm.weights.checkpoint import open_checkpoint
+from nanovllm.weights.expert_form import ExpertForm
 from tests.moe.experts8 import BLOCK_FILE, MODELS, ROW_FILE, as_on_a_gpu, twin_ops
+from tests.runner.test_relay import FIXTURE as TRAINED
+from tests.runner.test_relay import InSegments
 from tests.weights.quantised_samples import write_folders
 
 OPTIONS: dict[str, Any] = {
@@ -151,6 +155,20 @@ def test_dummy_weights(folders: Folders, on_gpu: None) -> None:
         qkv = llm.engine.executor.runner.model.layers[0].attention.qkv.weight
         assert qkv.scale[:-32].max() < 1e-3 / 400 < qkv.scale[-32:].min()
         assert not llm.generate(PROMPTS, PARAMS, use_tqdm=False)[0].error
+
+
+@pytest.mark.parametrize("num_buffers", [4, 12, 40])
+def test_decodes_in_segments(num_buffers: int, on_gpu: None) -> None:
+    """As a GPU decodes few sequences with offloaded experts: what is here is computed before the host knows the others.
+    The trained Mixtral, quantised while it is loaded."""
+    resident, _, _ = run(TRAINED, quantization="fp8")
+    room = (num_buffers + 0.5) * ExpertForm.dense(128, 256, 0).length / GIB
+    with open_engine(TRAINED, quantization="fp8", expert_placement="offload", expert_cache_gb=room) as llm:
+        runner = llm.engine.executor.runner
+        runner.model = InSegments(runner.model)
+        found = llm.generate(PROMPTS[:2], replace(PARAMS, prompt_logprobs=None), use_tqdm=False)
+        assert runner.model.num_steps == 5
+    assert [output.outputs[0].token_ids for output in found] == [answer[0] for answer in resident[:2]]
 
 
 def test_what_cannot_be_is_refused(folders: Folders, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
