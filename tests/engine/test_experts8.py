@@ -175,6 +175,9 @@ def test_what_cannot_be_is_refused(folders: Folders, on_gpu: None, monkeypatch: 
     small, plain = folders("mixtral", "rows")
     with pytest.raises(ConfigError, match=r"expert_cpu_misses=True.*leave it out, or set quantization='none'"):
         run(small, expert_placement="offload", expert_cpu_misses=True)
+    monkeypatch.setattr(store.logger, "level", logging.ERROR)
+    with pytest.raises(ConfigError, match=r"would be expanded.* from disk as they are needed; raise expert_host_gb"):
+        run(small, quantization="none", expert_placement="offload", expert_host_gb=0)
     monkeypatch.setattr(build, "choose_scales", lambda *args: as_on_a_gpu(*args[:4], True))
     with pytest.raises(ConfigError, match=r"low-rank experts are kept in 16 bits.*leave quantization out"):
         run(plain, quantization="fp8")

@@ -96,14 +96,12 @@ class ExpertStore:
         self.held: list[dict[int, HostBlock]] = [{} for _ in shape.layers]  # expert -> the one that holds it now
         self._saved: Mark | None = None
         self._files: dict[tuple[int, int], dict[str, _Part]] = {}  # (layer, expert) -> its parts on disk
-        self._scales: dict[
-            tuple[int, int], torch.Tensor
-        ] = {}  # the same for 8-bit floats -> end of its block, as bytes
+        # The same for 8-bit floats -> the bytes of its block from form.scales_start on
+        self._scales: dict[tuple[int, int], torch.Tensor] = {}
         self._open: dict[Path, int] = {}
         self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
-        self._converted: tuple[str | Location, torch.Tensor] | None = (
-            None  # a matrix that several chunks take their numbers from
-        )
+        # A matrix that several chunks take their numbers from
+        self._converted: tuple[str | Location, torch.Tensor] | None = None
         self._chunks: list[_Chunk] = []
         self._next_chunk = 0
         try:
@@ -195,6 +193,11 @@ class ExpertStore:
         assert self._checkpoint is not None
         location = self._checkpoint.bytes_location(name) if self.shape.is_scaled else None
         location = location or self._checkpoint.location(name)
+        if location is None and self._checkpoint.read_packed(name) is not None:
+            raise ConfigError(
+                f"{self._checkpoint.path}: {name} is quantised and would be expanded, and such experts cannot be read "
+                "from disk as they are needed; raise expert_host_gb until all fit, or leave quantization out"
+            )
         sizes, shard = self.shape.forms[key[0]].parts[part], self.shape.shard(key[0], part)
         self._files[key][part] = _Part(name if location is None else location, *sizes, shard)
         if location is None:
