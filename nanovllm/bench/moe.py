@@ -44,7 +44,9 @@ from nanovllm.memory.budget import GIB
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.offload.cache import ExpertStats
+from nanovllm.runner.quantization import choose_scales, scaled_facts
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.resolve import resolve_model
 
 VARIANTS = {"none": ("none", False), "lru": ("lru", False), "lfu": ("lfu", False), "lfu + prefetch": ("lfu", True)}
@@ -163,7 +165,11 @@ EngineFor = Callable[[int, str], LLMEngine]
 
 def offload_config(config: EngineConfig, model: ModelConfig, cached: int, variant: str) -> EngineConfig:
     """Buffers for `cached` experts of every layer and a ring of 2 x top_k, to the byte: powers of 2 divide exactly."""
-    facts = ModelFacts(model, _dtype(config, model).itemsize, forms=low_rank_forms(Path(config.model), model))
+    forms, device = low_rank_forms(Path(config.model), model), Device.choose(config.device)
+    checkpoint = open_checkpoint(resolve_model(config.model))
+    scales = choose_scales(config, model, checkpoint, device.is_gpu, forms is not None)
+    checkpoint.close()
+    facts = ModelFacts(model, _dtype(config, model).itemsize, forms=forms, **scaled_facts(scales))
     num_buffers = cached * facts.num_sparse_layers + 2 * facts.top_k
     policy, prefetch = VARIANTS[variant]
     return replace(

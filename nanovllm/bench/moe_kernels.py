@@ -22,6 +22,8 @@ from nanovllm.bench.report import Columns, print_rows
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
+from nanovllm.moe.scaled import expert_views
+from nanovllm.weights.expert_form import ExpertForm
 
 if TYPE_CHECKING:
     from nanovllm.ops.triton.moe_tiles import MoeShape, Tile, TileChoice
@@ -94,13 +96,21 @@ class Call:
 
 
 class MoeLab:
-    """One layer's experts with random weights, and the calls to time on them."""
+    """One layer's experts with random weights, and the calls to time on them. `scale_block`: in 8-bit floats."""
 
-    def __init__(self, device: Device, shape: KernelShape, dtype: torch.dtype) -> None:
+    def __init__(self, device: Device, shape: KernelShape, dtype: torch.dtype, scale_block: int | None = None) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
         num, hidden, size = shape.num_experts, shape.hidden, shape.size
-        self.gate_up = self._weights(num, 2 * size, hidden)
-        self.down = self._weights(num, hidden, size)
+        self.form = ExpertForm.dense(hidden, size, scale_block)
+        self.gate_up: Any
+        self.down: Any
+        if scale_block is None:
+            self.gate_up, self.down = self._weights(num, 2 * size, hidden), self._weights(num, hidden, size)
+            return
+        pool = torch.randint(0, 0x7F, (num, self.form.length), dtype=torch.uint8, device=device.torch_device)
+        self.gate_up, self.down = expert_views(self.form, pool)  # 0x7f is not a number
+        for stack in (self.gate_up, self.down):
+            stack.scale.fill_(stack.shape[2] ** -0.5 / 100)
 
     def _weights(self, *sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=self.dtype, device=self.device.torch_device).normal_(std=sizes[-1] ** -0.5)
@@ -122,7 +132,7 @@ class MoeLab:
 
     @property
     def expert_bytes(self) -> int:
-        return self.shape.parameters * self.dtype.itemsize
+        return self.form.num_bytes(self.dtype.itemsize)
 
     def whole(self, call: Call, choice: Any = None) -> Callable[[], object]:
         """The operator of a layer; `choice`: not the one the tables choose."""
@@ -158,7 +168,8 @@ class MoeLab:
     def moe_shape(self) -> MoeShape:
         from nanovllm.ops.triton.moe_tiles import MoeShape
 
-        return MoeShape(self.shape.hidden, self.shape.size, self.shape.top_k, self.dtype)
+        is_scaled = self.form.scale_block is not None
+        return MoeShape(self.shape.hidden, self.shape.size, self.shape.top_k, self.dtype, eight_bits=is_scaled)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from nanovllm.bench.workload import LARGEST_TOKEN, Lengths, Workload, make_workl
 from nanovllm.errors import ConfigError
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.memory.scaling import head_bytes, weights_read, weights_used
+from nanovllm.quantization_config import QuantizationConfig
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -56,13 +57,17 @@ def parse_workload(name: str, repeat: int = 0, vocab_size: int = LARGEST_TOKEN +
 def facts_of(engine: LLMEngine) -> ModelFacts:
     """Of one rank, in 16 bits, or in 8 what is quantised on a GPU."""
     config, runs = engine.config, engine.describe()["runs_on"]
+    stored = QuantizationConfig.from_hf(engine.model_config.hf)
+    block = 0 if stored is None or stored.block is None else stored.block[0]
+    is_fp8 = runs["quantization"] == "FP8"
     return ModelFacts(
         engine.model_config,
         2,
         num_ranks=config.tensor_parallel_size,
         expert_size=config.expert_parallel_size,
-        quantization="fp8" if runs["quantization"] == "FP8" else "none",
+        quantization="fp8" if is_fp8 else "none",
         kv_cache_dtype=config.kv_cache_dtype,
+        expert_scales=block if is_fp8 else None,
     )
 
 

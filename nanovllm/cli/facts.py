@@ -72,7 +72,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
         max_model_len = resolve_max_model_len(config, model)
         ops = choose_ops(device.is_gpu, dtype)
         packing = choose_packing(config, checkpoint, device.is_gpu, ops)
-        scales = choose_scales(config, model, checkpoint, device.is_gpu)
+        scales = choose_scales(config, model, checkpoint, device.is_gpu, low_rank is not None)
         build = Build(dtype, torch.device("meta"), ops, Parallel(), packs=packing is not None, scaling=scales)
         experts = None if low_rank is None else low_rank.resident
         skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts))

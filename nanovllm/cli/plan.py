@@ -45,6 +45,7 @@ PLAN = OptionGroup(
         "max_num_batched_tokens": "Tokens of one step; none = chosen for you.",
         "max_num_seqs": "Sequences running at the same time; none = chosen for you.",
         "dtype": "As for the engine; auto is 16 bits here.",
+        "quantization": "auto = 8-bit floats if the model is published so; fp8 = quantised when loaded; none = dtype.",
         "bandwidth_gbs": "GB/s from host memory to the GPU; default: a range by the size of the card.",
         "disk_gbs": "GB/s of the disk, for experts that host memory does not hold.",
         "gpu_read_gbs": "GB/s of the GPU's own memory; default: a range by the size of the card.",
@@ -82,7 +83,8 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     from nanovllm.engine.defaults import resolve_max_model_len
     from nanovllm.lowrank.folder import low_rank_forms
     from nanovllm.models.registry import find_family
-    from nanovllm.runner.quantization import choose_kv_dtype
+    from nanovllm.ops.opset import PLAIN
+    from nanovllm.runner.quantization import choose_kv_dtype, choose_packing, choose_scales, scaled_facts
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model
 
@@ -90,6 +92,8 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     try:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         forms = low_rank_forms(checkpoint.path, model)
+        choose_packing(config, checkpoint, True, PLAIN)  # refuses what is for CPUs
+        stored = scaled_facts(choose_scales(config, model, checkpoint, True, forms is not None))
     finally:
         checkpoint.close()
     find_family(model)  # an architecture that this engine does not have is refused here, not after a download
@@ -97,7 +101,7 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     trained = resolve_max_model_len(replace(config, max_model_len=None), model)
     dtype = torch.float32 if config.dtype == "float32" else torch.float16
     choose_kv_dtype(config, model, True, dtype)  # refuses what no GPU has
-    return ModelFacts(model, dtype.itemsize, trained, forms, kv_cache_dtype=config.kv_cache_dtype)
+    return ModelFacts(model, dtype.itemsize, trained, forms, kv_cache_dtype=config.kv_cache_dtype, **stored)
 
 
 def command(estimate: Estimate) -> str:
@@ -123,6 +127,7 @@ def estimate_record(estimate: Estimate) -> dict[str, Any]:
         "kv_bytes_per_token": estimate.model.kv_bytes_per_token,
         "expanded_kv_bytes": estimate.model.expanded_kv_bytes,
         "num_experts": estimate.model.num_experts,
+        "expert_bytes": estimate.model.expert_bytes,
         "redundant_experts": estimate.model.redundant_experts,
         "spare_bytes": estimate.model.spare_bytes,
         "assumptions": list(estimate.hardware.link_notes),
@@ -209,7 +214,8 @@ def heading(estimate: Estimate) -> Iterator[str]:
     config, topology, memory = estimate.model.config, estimate.topology, estimate.memory
     kind = f"{config.num_layers} layers"
     if config.moe is not None:
-        size = gib(estimate.model.mean_expert_bytes) + (" (low-rank)" if estimate.model.forms else "")
+        how = " (low-rank)" if estimate.model.forms else " (8-bit floats)" * estimate.model.has_scaled_experts
+        size = gib(estimate.model.mean_expert_bytes) + how
         kind += f", {config.moe.num_experts} experts a layer of {size}, top {config.moe.top_k}"
     yield f"{estimate.options.model}: {config.architecture}, {kind}"
     if topology.num_ranks > 1:

@@ -32,9 +32,21 @@ class Scales:
 
     block: int = 0  # a scale for each block of so many rows and columns; 0: for each row
     quantises: bool = False  # numbers of a file in 16 or 32 bits are quantised; otherwise they stay
+    experts: bool = False  # those of a mixture of experts too (moe/scaled.py)
 
 
-class ScaledWeight(nn.Module):
+class EightBits(nn.Module):
+    """Numbers in 8-bit floats: a ScaledWeight, or a layer's experts (moe/scaled.py)."""
+
+    shape: tuple[int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """With the scales."""
+        raise NotImplementedError
+
+
+class ScaledWeight(EightBits):
     """[rows, columns], filled part by part by the loader; the parts lie below each other in their order."""
 
     q: torch.Tensor
@@ -77,7 +89,7 @@ class ScaledWeight(nn.Module):
 
     def _fits(self, part: Fp8Blocks, start: int) -> bool:
         if not self.block:
-            return part.block[1] >= self.shape[1] and part.first[1] == 0
+            return part.first[1] + self.shape[1] <= part.block[1]
         return part.block == (self.block, self.block) and part.first == (0, 0) and start % self.block == 0
 
     def _copy(self, part: Any, start: int) -> None:
@@ -131,10 +143,14 @@ class ScaledLoading:
         if self._plain:
             more = f" and {len(self._plain) - 1} more" if len(self._plain) > 1 else ""
             logger.info("%s%s: not in 8 bits, as in the file or because blocks do not meet", self._plain[0], more)
-        size = sum(weight.num_bytes for weight in scaled_weights(self._model).values()) / 1e6
+        size = sum(module.num_bytes for module in eight_bits(self._model)) / 1e6
         logger.info("matrices in memory: FP8, %.0f MB", size)
 
 
 def scaled_weights(model: nn.Module) -> dict[str, ScaledWeight]:
     """By the names that they would have as parameters."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ScaledWeight)}
+
+
+def eight_bits(model: nn.Module) -> list[EightBits]:
+    return [module for module in model.modules() if isinstance(module, EightBits)]

@@ -71,6 +71,9 @@ class SvdCheckpoint:
     def location(self, name: str) -> Location | None:
         return None if name in self._shapes else self._teacher.location(name)
 
+    def bytes_location(self, name: str) -> Location | None:
+        return None if name in self._shapes else self._teacher.bytes_location(name)
+
     def read(self, name: str) -> torch.Tensor:
         return self._read(name, None) if name in self._shapes else self._teacher.read(name)
 

@@ -119,7 +119,7 @@ class Estimate:
             "gpu_memory_utilization": options.gpu_memory_utilization,
         }
         ranks = ("tensor_parallel_size", "expert_parallel_size", "enable_eplb", "num_redundant_experts")
-        for name in ("dtype", "kv_cache_dtype", *ranks):
+        for name in ("dtype", "quantization", "kv_cache_dtype", *ranks):
             if getattr(options, name) != getattr(PlanOptions, name):
                 chosen[name] = getattr(options, name)
         if options.hosts > 1:

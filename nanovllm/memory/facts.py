@@ -29,6 +29,8 @@ class ModelFacts:
     quantization: str = "none"  # of all matrices but the routers
     kv_cache_dtype: str = "auto"
     stored_bytes: float | None = None  # of a number, on average, in matrices that stay as a GGUF file has them
+    expert_scales: int | None = None  # of dense experts in 8-bit floats (ExpertForm.scale_block); None: they are not
+    disk_factor: float = 1.0  # bytes of a file for each byte of an expert: 2 if 16 bits are quantised as they are read
 
     @property
     def num_sparse_layers(self) -> int:
@@ -59,21 +61,28 @@ class ModelFacts:
         """Forms of the sparse layers' experts, as far as this rank has them."""
         if self.config.moe is None:
             return ()
-        dense = ExpertForm.dense(self.config.hidden_size, self.config.moe.intermediate_size)
+        dense = ExpertForm.dense(self.config.hidden_size, self.config.moe.intermediate_size, self.expert_scales)
         forms = self.forms or (dense,) * self.num_sparse_layers
         return tuple(form.share(self.num_ranks // self.expert_size) for form in forms)
+
+    @property
+    def has_scaled_experts(self) -> bool:
+        """In 8-bit floats; ranks that cut blocks of scales expand them."""
+        return any(form.scale_block is not None for form in self.shares)
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Gate, up and down of one expert, by sparse layer."""
         matrix, _ = self._number_bytes
-        return tuple(int(form.numel * (self.itemsize if form.is_low_rank else matrix)) for form in self.shares)
+        matrix = self.itemsize if self.quantization == "fp8" else matrix  # of experts that are not in 8-bit floats
+        return tuple(form.num_bytes(self.itemsize if form.is_low_rank else matrix) for form in self.shares)
 
     @property
     def _number_bytes(self) -> tuple[float, float]:
         if self.stored_bytes is not None:
             return self.stored_bytes, self.stored_bytes
-        return QUANTISED_BYTES.get(self.quantization, (self.itemsize, self.itemsize))
+        matrix, table = QUANTISED_BYTES.get(self.quantization, (self.itemsize, self.itemsize))
+        return matrix, self.itemsize if self.quantization == "fp8" else table
 
     @property
     def expert_bytes(self) -> int:

@@ -19,6 +19,7 @@ class PlanOptions:
     max_num_seqs: int | None = None
     gpu_memory_utilization: float = 0.9
     dtype: str = "auto"
+    quantization: str = "auto"
     kv_cache_dtype: str = "auto"
     expert_placement: str = "auto"
     expert_cache_gb: float | None = None

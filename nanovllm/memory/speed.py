@@ -88,7 +88,7 @@ def predict(model: ModelFacts, tiers: Tiers, links: Links, batch: int, skewed: b
     read = model.dense_bytes - model.embedding_bytes + touched * model.mean_expert_bytes
     missed = (missed_experts(model, kept, batch, skewed) for kept in (tiers.quotas, tiers.held))
     copied, disk = (number * model.mean_expert_bytes for number in missed)
-    seconds = (copied - disk) / links.host_to_gpu + disk / min(links.disk, links.host_to_gpu)
+    seconds = (copied - disk) / links.host_to_gpu + disk / min(links.disk / model.disk_factor, links.host_to_gpu)
     reading = read / links.gpu_read
     step = max(seconds, reading) if overlap else seconds + reading
     return SpeedEstimate(batch / step, copied, disk, read)

@@ -61,7 +61,7 @@ class Balancer:
         self._arrangements = [layer.spread.arrangement for layer in layers if layer.spread is not None]
         self._num_here = len(self._arrangements[0].experts) // parallel.expert_size
         sizes = [sum(part.shape[1] for part in _parts(layer, self._num_here)) for layer in layers]
-        device = layers[0].gate_up.weight.device
+        device = _parts(layers[0], self._num_here)[0].device
         self._spare = torch.empty(self._num_here, max(sizes), dtype=torch.uint8, device=device)
         self._steps = 0  # since the last pass began
         self._todo: list[int] = []  # layers that this pass has not looked at, the next one last
@@ -166,6 +166,8 @@ def _rows(part: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 def _parts(layer: ResidentExperts, num_here: int) -> list[torch.Tensor]:
     """The weights of a layer's experts as bytes, [places, bytes] each: views."""
+    if layer.scaled is not None:
+        return [layer.scaled.pool]
     stacks = (layer.gate_up, layer.down)
     return [p.data.view(num_here, -1).view(torch.uint8) for stack in stacks for p in stack.parameters()]
 
@@ -176,7 +178,10 @@ def add_places(layer: ResidentExperts, num_experts: int, num_redundant: int) -> 
     groups = layer.spread.parallel.expert_size
     arrangement = in_order(num_experts, num_experts + num_redundant, groups)
     own, here = num_experts // groups, (num_experts + num_redundant) // groups
-    for stack in (layer.gate_up, layer.down) if num_redundant else ():
+    if layer.scaled is not None and num_redundant:
+        pool = layer.scaled.pool
+        layer.scaled.set_pool(pool[torch.arange(here, device=pool.device) % own])
+    for stack in (layer.gate_up, layer.down) if num_redundant and layer.scaled is None else ():
         for name, old in list(stack.named_parameters()):
             rows = len(old) // own
             new = old.new_empty(here * rows, *old.shape[1:])
@@ -185,4 +190,4 @@ def add_places(layer: ResidentExperts, num_experts: int, num_redundant: int) -> 
             setattr(stack, name, nn.Parameter(new, requires_grad=False))
     layer.gate_up_shape = (here, *layer.gate_up_shape[1:])
     layer.down_shape = (here, *layer.down_shape[1:])
-    layer.spread.make_table(arrangement, layer.gate_up.weight.device)
+    layer.spread.make_table(arrangement, _parts(layer, here)[0].device)

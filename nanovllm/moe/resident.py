@@ -1,4 +1,5 @@
-"""Experts that all stay in the device's memory: those of a layer stacked in two matrices."""
+"""Experts that all stay in the device's memory: those of a layer stacked in two matrices; in 8-bit floats one block of
+bytes after the other, as offloaded ones are kept (scaled.py)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from nanovllm.layers.linear import Linear
 from nanovllm.model_config import MoeConfig
 from nanovllm.moe.layer import MakeExperts
 from nanovllm.moe.projections import SharedProjections
+from nanovllm.moe.scaled import ScaledExperts, dense_form
 from nanovllm.moe.spread import Spread
 from nanovllm.weights.expert_form import DOWN, GATE, UP, ExpertForm
 
@@ -22,11 +24,15 @@ class ResidentExperts(SharedProjections):
 
     def __init__(self, moe: MoeConfig, hidden: int, build: Build, form: ExpertForm | None = None) -> None:
         """`form`: of low-rank experts."""
-        super().__init__(form or ExpertForm.dense(hidden, moe.intermediate_size), build, not moe.shared_size)
+        super().__init__(form or dense_form(moe, hidden, build), build, not moe.shared_size)
         build = replace(build.plain, packs=build.packs and form is None)
         here, parallel = build.parallel.experts_here(moe.num_experts), build.parallel
-        self.gate_up = self._stack(expert_parts(moe.num_experts), here, build)
-        self.down = self._stack({str(e): DOWN for e in range(moe.num_experts)}, here, build)
+        self.scaled: ScaledExperts | None = None
+        if self.form.scale_block is not None:
+            self.scaled = ScaledExperts(self.form, self.shards, here, moe.num_experts, build.device)
+        else:
+            self.gate_up = self._stack(expert_parts(moe.num_experts), here, build)
+            self.down = self._stack({str(e): DOWN for e in range(moe.num_experts)}, here, build)
         share = self.form
         self.gate_up_shape = (len(here), 2 * share.intermediate, share.columns)
         self.down_shape = (len(here), *share.parts[DOWN])
@@ -56,7 +62,10 @@ class ResidentExperts(SharedProjections):
 
     def pairs(self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What each chosen expert gives, [tokens, top_k, out_size]. `ids`: among those of this rank."""
-        gate_up, down = self.gate_up.weight.view(self.gate_up_shape), self.down.weight.view(self.down_shape)
+        if self.scaled is not None:
+            gate_up, down = self.scaled.views
+        else:
+            gate_up, down = self.gate_up.weight.view(self.gate_up_shape), self.down.weight.view(self.down_shape)
         return self.ops.expert_pairs(z, gate_up, down, ids, weights, between=self.between)
 
 

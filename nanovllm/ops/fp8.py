@@ -4,11 +4,13 @@ twin: `ops/triton/fp8.py`.
     weight    q [rows, columns] times scale: of a row [rows], or of each block of 128 x 128 [row blocks, column blocks]
     input     quantised anew for each product: a scale for a token, or for each 128 numbers of one
 
-An input of few rows is not quantised: there the time is that of reading the weight, and 16 bits cost nothing.
+An input of few rows is not quantised: there the time is that of reading the weight, and 16 bits cost nothing. Nor is
+that of experts (`ops/moe.py`), however many rows there are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +35,29 @@ def expand(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
     rows, columns = q.shape
     wide = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return (q.float() * wide).to(dtype)
+
+
+@dataclass(frozen=True)
+class ScaledStack:
+    """The matrices of a layer's experts: one in each expert buffer, views of one pool with any stride between them."""
+
+    q: torch.Tensor  # float8_e4m3fn [buffers, rows, columns]
+    scale: torch.Tensor  # float32 [buffers, rows], or [buffers, row blocks, column blocks]
+    num_parts: int = 1  # matrices of as many rows below each other (gate and up): the blocks of each begin at its row 0
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.q.shape
+
+    @property
+    def block(self) -> int:
+        """0: a row has a scale."""
+        return BLOCK if self.scale.dim() == 3 else 0
+
+    def expanded(self, buffer: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns]"""
+        parts = zip(self.q[buffer].chunk(self.num_parts), self.scale[buffer].chunk(self.num_parts))
+        return torch.cat([expand(q, scale, dtype) for q, scale in parts])
 
 
 def scaled_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -18,6 +18,9 @@ Low-rank experts (weights/expert_form.py) are the same with other sizes and two 
     x [T, 2K] where gate_up is [S, 2I, K]    gate reads the first half of a row, up the second
     between [R, I], down [S, H, R]           silu(gate) * up is multiplied by `between`, the same for all, before down
 
+Experts in 8-bit floats: gate_up and down are `ops/fp8.py:ScaledStack`, of matrices of these shapes. The result is that
+of the expanded numbers, q * scale; what kernels add is not rounding the expanded number to x.dtype.
+
 `buffers` holds numbers of expert buffers; a row whose number is -1 is left as it was (`out` is given then). Rows of out
 have as many numbers as down has outputs. S is the number of buffers, which need not be the number of experts: gate_up
 and down may be views of one pool of memory, with any stride between its buffers. Sums are fp32; the SiLU product is
@@ -39,9 +42,11 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.ops.activation import silu_mul
+from nanovllm.ops.fp8 import ScaledStack
 from nanovllm.ops.linear import linear
 
 LINE_BYTES = 64
+Stack = torch.Tensor | ScaledStack
 
 
 def route(
@@ -79,8 +84,8 @@ def _best_groups(keys: torch.Tensor, num_groups: int, top_groups: int, num_best:
 
 def expert_pairs(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Stack,
+    down: Stack,
     buffers: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -97,7 +102,8 @@ def expert_pairs(
     if len(order) == 0:
         return out
     is_split = x.shape[1] != gate_up.shape[2]
-    if not is_split and between is None and product is linear and _uses_grouped_mm(x, gate_up.shape[1] // 2):
+    is_plain = not is_split and between is None and product is linear and _uses_grouped_mm(x, gate_up.shape[1] // 2)
+    if is_plain and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
         ends = torch.tensor(counts).cumsum(0).int().to(x.device)
         active = silu_mul(F.grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends))
         found = F.grouped_mm(active, down.transpose(1, 2), offs=ends)
@@ -105,14 +111,16 @@ def expert_pairs(
         return out
     for buffer, pairs in enumerate(order.split(counts)):
         if len(pairs):
-            tokens = pairs // top_k
-            both = (
-                _split_linear(x, tokens, gate_up[buffer], product) if is_split else product(x[tokens], gate_up[buffer])
-            )
+            tokens, first = pairs // top_k, _matrix(gate_up, buffer, x.dtype)
+            both = _split_linear(x, tokens, first, product) if is_split else product(x[tokens], first)
             active = silu_mul(both)
             active = active if between is None else linear(active, between)
-            rows[pairs] = _weighted(product(active, down[buffer]), weights, pairs)
+            rows[pairs] = _weighted(product(active, _matrix(down, buffer, x.dtype)), weights, pairs)
     return out
+
+
+def _matrix(stack: Stack, buffer: int, dtype: torch.dtype) -> torch.Tensor:
+    return stack.expanded(buffer, dtype) if isinstance(stack, ScaledStack) else stack[buffer]
 
 
 def _split_linear(

@@ -36,6 +36,7 @@ from nanovllm.moe.layer import MakeExperts, MoeLayer
 from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.offload.offload import Offload
 from nanovllm.moe.rebalance import Balancer, add_places
+from nanovllm.moe.scaled import scaled_expert_targets
 from nanovllm.ops.opset import choose_ops
 from nanovllm.runner.drafter import make_drafter
 from nanovllm.runner.expert_memory import check_expert_ranks, open_offload, size_experts
@@ -49,7 +50,9 @@ from nanovllm.runner.quantization import (
     choose_packing,
     choose_scales,
     load_kv_scales,
+    report_experts,
     report_stored,
+    scaled_facts,
 )
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
@@ -121,7 +124,9 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None]) -> Transfo
     device, dtype = blueprint.device, blueprint.dtype
     ops, alone = choose_ops(device.is_gpu, dtype), blueprint.parallel.size == 1
     packing = choose_packing(blueprint.config, blueprint.checkpoint, device.is_gpu, ops)
-    scales = choose_scales(blueprint.config, blueprint.model_config, blueprint.checkpoint, device.is_gpu)
+    has_low_rank = blueprint.low_rank is not None
+    choice = (blueprint.config, blueprint.model_config, blueprint.checkpoint, device.is_gpu, has_low_rank)
+    scales = choose_scales(*choice)
     side = side_stream(device) if alone else None
     packs, kv_dtype = packing is not None, blueprint.kv_dtype
     memory = HugePages() if not device.is_gpu and has_huge_pages() else None
@@ -160,13 +165,15 @@ def _place_experts(blueprint: Blueprint, build: Build) -> tuple[str | None, Offl
     if model_config.moe is None:
         return None, None
     forms = None if low_rank is None else low_rank.forms
-    stored = mean_bytes(blueprint.checkpoint) if build.packs and config.quantization == "auto" else None
+    stored = scaled_facts(build.scaling)
+    if build.packs and config.quantization == "auto":
+        stored = {"stored_bytes": mean_bytes(blueprint.checkpoint)}
     tiers = size_experts(config, model_config, device, blueprint.dtype, limits, forms, blueprint.parallel, stored)
     if tiers.placement == "offload" and build.packs and low_rank is None:
         return "disk", None
     if tiers.placement == "offload" and config.load_format != "dummy":
         # Locking host memory takes long: a checkpoint that is not whole is refused before.
-        nowhere = replace(build, device=torch.device("meta"), packs=False)
+        nowhere = replace(build, device=torch.device("meta"), packs=False, scaling=None)
         empty = blueprint.make_model(nowhere, None if low_rank is None else low_rank.resident)
         check_weights(empty, blueprint.checkpoint, empty.rules + SVD_RULES)
     return tiers.placement, open_offload(config, model_config, device, build, tiers, blueprint.checkpoint, forms)
@@ -200,6 +207,7 @@ def _load(
     packed: Packing | ScaledLoading | None = None if packing is None else Packing(model, packing, stored, disk)
     if scales is not None:
         packed = ScaledLoading(model)
+        places |= scaled_expert_targets(model)
     if packed is not None:
         places = {**places, **packed.targets()}
     if blueprint.config.load_format == "dummy":
@@ -214,6 +222,8 @@ def _load(
         logger.info("KV cache in 8-bit floats (e4m3); scales of keys and values, by layer, are %s", source)
     if packed is not None and blueprint.parallel.rank == 0:
         packed.report()
+        if scales is not None and blueprint.low_rank is None:
+            report_experts(scales, blueprint.model_config, blueprint.parallel)
         if blueprint.low_rank is not None:
             logger.info("experts stay in %s: low-rank ones are not quantised", blueprint.dtype)
     if offload is not None:

@@ -16,7 +16,9 @@ machine's memory evenly.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -88,9 +90,9 @@ def size_experts(
     limits: StepLimits,
     forms: tuple[ExpertForm, ...] | None = None,
     parallel: Parallel = ALONE,
-    stored_bytes: float | None = None,
+    stored: Mapping[str, Any] | None = None,
 ) -> Tiers:
-    """`forms`: of low-rank experts. `stored_bytes`: of a number in matrices that stay as a GGUF file has them."""
+    """`forms`: of low-rank experts. `stored`: what ModelFacts are to know of matrices that stay as a file has them."""
     wants = Wants(
         limits.max_model_len,
         limits.max_num_batched_tokens,
@@ -107,9 +109,9 @@ def size_experts(
         wanted = "offload" if config.expert_cache_gb is not None else config.expert_placement
         wants = replace(wants, placement="resident" if wanted == "auto" else wanted, reserve_bytes=0)
     redundant = config.num_redundant_experts if config.enable_eplb else None
-    stored = (config.quantization, config.kv_cache_dtype, stored_bytes)
-    sizes = (parallel.size, parallel.expert_size, redundant, *stored)
+    sizes = (parallel.size, parallel.expert_size, redundant, config.quantization, config.kv_cache_dtype)
     facts = ModelFacts(model, dtype.itemsize, limits.max_model_len, forms, *sizes)
+    facts = replace(facts, **(stored or {}))
     try:
         return size_tiers(machine_memory(config, device, parallel), facts, wants)
     except DoesNotFit as error:
@@ -133,6 +135,11 @@ def open_offload(
 ) -> Offload | None:
     if tiers.placement == "resident":
         return None
+    if config.expert_cpu_misses and build.scaling is not None and build.scaling.experts:
+        raise ConfigError(
+            "expert_cpu_misses=True: an expert in 8-bit floats is not computed on the CPU, where expanding it takes "
+            "longer than its copy; leave it out, or set quantization='none'"
+        )
     for line in tiers.notes:
         logger.info("experts: %s", line)
     assert model.moe is not None

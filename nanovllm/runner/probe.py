@@ -21,6 +21,7 @@ from nanovllm.layers.mla import LatentAttention
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.moe.offload.offload import Offload
+from nanovllm.ops import fp8
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -103,11 +104,13 @@ class Probe:
             if isinstance(layer.attention, LatentAttention):
                 layer.attention.kv_norm.weight.fill_(1)
                 v = layer.attention.value_weight
+                v.normal_(std=v.shape[-1] ** -0.5, generator=draw)
             else:
-                *_, v = layer.attention.qkv.weight.split(list(layer.attention.qkv.parts.values()))
-            v.normal_(std=v.shape[-1] ** -0.5, generator=draw)
+                qkv = layer.attention.qkv.weight
+                first = qkv.shape[0] - list(layer.attention.qkv.parts.values())[-1]
+                _draw_rows(qkv, first, qkv.shape[1] ** -0.5, draw)
             out = layer.attention.out.weight
-            out.normal_(std=UPDATE * out.shape[1] ** -0.5, generator=draw)
+            _draw_rows(out, 0, UPDATE * out.shape[1] ** -0.5, draw)
             if isinstance(layer.mlp, MoeLayer):
                 layer.mlp.gate.weight.normal_(std=LOGIT_STD * hidden**-0.5, generator=draw)
         self._experts.watch_gates(model.router_weights())
@@ -154,3 +157,16 @@ class Probe:
             yield seen
         finally:
             del cache.select  # the class's own is behind it
+
+
+def _draw_rows(weight: Any, first: int, std: float, draw: torch.Generator) -> None:
+    """Rows from `first` on, of a tensor or of a ScaledWeight with scales of rows, as made-up ones have."""
+    if not isinstance(weight, torch.Tensor) and weight.plain is not None:
+        weight = weight.plain
+    if isinstance(weight, torch.Tensor):
+        weight[first:].normal_(std=std, generator=draw)
+        return
+    numbers = torch.empty(weight.q[first:].shape, device=weight.q.device).normal_(std=std, generator=draw)
+    q, scale = fp8.quantise(numbers, 0)
+    weight.q[first:].copy_(q)
+    weight.scale[first:].copy_(scale[:, 0])

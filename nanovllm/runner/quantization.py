@@ -6,20 +6,24 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+from typing import Any
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.scaled import Scales
 from nanovllm.layers.scaled_attention import ScaledAttention
+from nanovllm.lowrank.folder import DISABLE
 from nanovllm.model_config import ModelConfig
 from nanovllm.ops.fp8 import BLOCK
 from nanovllm.ops.kv_cache import E4M3
 from nanovllm.ops.native.build import load_library
 from nanovllm.ops.opset import Ops
-from nanovllm.quantization_config import QuantizationConfig
-from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.quantization_config import FP8, QuantizationConfig
+from nanovllm.weights.checkpoint import Checkpoint, has_fp8_experts
+from nanovllm.weights.expert_form import ExpertForm
 from nanovllm.weights.fp8 import Fp8Weight
 from nanovllm.weights.quantised import KV_SCALE
 
@@ -28,28 +32,61 @@ FP8_FORM = Fp8Weight.form
 FP8_NAMES = ("fp8", "fp8_e4m3")  # vLLM's, for the same
 
 
-def choose_scales(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool) -> Scales | None:
-    """None: matrices are not in 8-bit floats."""
+def choose_scales(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool, low_rank: bool = False
+) -> Scales | None:
+    """None: matrices are not in 8-bit floats. `low_rank`: the model runs with low-rank experts."""
     wanted, forms = config.quantization, set(checkpoint.packed_forms().values())
-    if wanted == "fp8":
-        if why := why_not_fp8(model, is_gpu):
-            raise ConfigError(f"quantization='fp8': {why}, or leave quantization out")
-    elif wanted != "auto" or forms != {FP8_FORM} or config.load_format == "dummy" or why_not_fp8(model, is_gpu):
-        return None
     stored = QuantizationConfig.from_hf(checkpoint.config)
+    is_estimate = config.load_format != "dummy" and not checkpoint.names()  # config.json alone (`nanovllm plan`)
+    if is_estimate and stored is not None and stored.form == FP8:
+        forms = {FP8_FORM}
+    if wanted == "fp8":
+        why = why_not_fp8(is_gpu)
+        if low_rank:
+            why = f"low-rank experts are kept in 16 bits; set {DISABLE}=1 for the model's own"
+        if why:
+            raise ConfigError(f"quantization='fp8': {why}, or leave quantization out")
+    elif wanted != "auto" or forms != {FP8_FORM} or config.load_format == "dummy" or why_not_fp8(is_gpu):
+        return None
     blocks = None if stored is None or forms != {FP8_FORM} else stored.block
     if blocks not in (None, (BLOCK, BLOCK)):
         return None
-    return Scales(BLOCK if blocks else 0, quantises=wanted == "fp8" and not blocks)
+    quantises = wanted == "fp8" and not blocks
+    has_experts = model.moe is not None and not low_rank
+    fits = quantises or is_estimate or has_fp8_experts(checkpoint)
+    return Scales(BLOCK if blocks else 0, quantises, experts=has_experts and fits)
 
 
-def why_not_fp8(model: ModelConfig, is_gpu: bool) -> str:
+def scaled_facts(scales: Scales | None) -> dict[str, Any]:
+    """What ModelFacts are to know of them."""
+    if scales is None:
+        return {}
+    experts, factor = scales.block if scales.experts else None, 2.0 if scales.experts and scales.quantises else 1.0
+    return {"quantization": "fp8", "expert_scales": experts, "disk_factor": factor}
+
+
+def report_experts(scales: Scales, model: ModelConfig, parallel: Parallel) -> None:
+    """Why experts of a file in 8-bit floats are expanded, where they are."""
+    if model.moe is None:
+        return
+    size, ranks = model.moe.intermediate_size, parallel.ranks_per_expert
+    whole = ExpertForm.dense(model.hidden_size, size, scales.block)
+    if not scales.experts:
+        logger.info("experts are expanded: the file does not have all of them in 8-bit floats")
+    elif whole.share(ranks).scale_block is None:
+        good = [n for n in range(1, ranks) if size % (n * scales.block) == 0]
+        text = "experts are expanded: %d ranks cut blocks of %d rows of an intermediate size of %d; these cut none: %s"
+        logger.warning(text, ranks, scales.block, size, good)
+
+
+def why_not_fp8(is_gpu: bool) -> str:
     """With the remedy; empty: products with weights in 8-bit floats can be computed."""
     if not is_gpu:
         return "8-bit floats are computed on a GPU; on a CPU set quantization='int8'"
     if importlib.util.find_spec("triton") is None:
         return "products with 8-bit floats need triton (pip install triton)"
-    return "experts are not computed in 8-bit floats; use a model without" if model.moe is not None else ""
+    return ""
 
 
 def choose_packing(config: EngineConfig, checkpoint: Checkpoint, is_gpu: bool, ops: Ops) -> str | None:

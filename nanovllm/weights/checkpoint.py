@@ -6,17 +6,21 @@ refused, and code that a model folder brings along (`auto_map`, modeling_*.py) i
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from nanovllm.errors import ModelError
+from nanovllm.weights.fp8 import Fp8Weight
 from nanovllm.weights.gguf_checkpoint import GGUFCheckpoint
 from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.quantised import PackedNumbers
 from nanovllm.weights.safetensors_folder import SafetensorsFolder
 from nanovllm.weights.shards import Location
+
+EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 
 
 class Checkpoint(Protocol):
@@ -36,6 +40,9 @@ class Checkpoint(Protocol):
     def location(self, name: str) -> Location | None:
         """Where its bytes lie, for readers that stream them. None if they are stored in another form
         (GGUF, or quantised)."""
+
+    def bytes_location(self, name: str) -> Location | None:
+        """The same of a matrix in 8-bit floats: its bytes, without the scales. None for all others."""
 
     def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """Rows (dim 0) or columns (dim 1) of a tensor, without reading the others where the format allows that."""
@@ -64,6 +71,13 @@ class Checkpoint(Protocol):
         """A transformers fast tokenizer, or a LightTokenizer in its place; ModelError if there is none."""
 
     def close(self) -> None: ...
+
+
+def has_fp8_experts(checkpoint: Checkpoint) -> bool:
+    """Whether all experts are stored in 8-bit floats."""
+    forms = checkpoint.packed_forms()
+    names = [name for name in checkpoint.names() if EXPERT.search(name)]
+    return bool(names) and all(forms.get(name) == Fp8Weight.form for name in names)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

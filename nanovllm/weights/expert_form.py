@@ -21,16 +21,29 @@ the ranks at the end, once a layer:
 The last is the price of adding once: cutting V2 too would need U2^T a whole before it, a sum over the ranks for every
 pair (token, expert) and not for every token. z = x [U1 | U3] is computed by all: to cut it would need a sum of its own.
 
+Dense experts may be kept in 8-bit floats (ops/fp8.py). A block is then bytes, and the scales follow them, so that one
+copy brings all of an expert:
+
+    [gate q | up q | down q | scales of gate | of up | of down | unused]      q: a byte each; scales: fp32
+
+A scale is that of a row, or of a block of 128 x 128. The scales begin at a multiple of ALIGNED bytes, and a block has a
+multiple of BLOCK_STEP bytes: numbers that are added to a product of round sizes would leave it few divisors, and a
+block is copied in pieces of equal size. Ranks cut blocks of scales only where 128 divides the part of each rank;
+otherwise the experts are expanded there (`share`).
+
 SVD ranks are rounded up to SVD_RANK_STEP with zeros, and K is the larger of two: rows of 16-bit numbers then begin at
 multiples of 16 bytes, which a GPU loads at once, and layers of similar SVD ranks share compiled kernels.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 SVD_RANK_STEP = 8
+SCALE_BYTES = 4
+ALIGNED, BLOCK_STEP = 16, 512
 GATE, UP, DOWN = "gate", "up", "down"
 
 
@@ -41,10 +54,12 @@ class ExpertForm:
     columns: int  # K: numbers that gate and up read
     svd_rank2: int = 0  # 0: dense
     side: str = ""  # of w2: "input", "output"
+    # 8-bit floats: rows and columns of a block that has a scale, 0 = a row has one. None: numbers of the model's dtype.
+    scale_block: int | None = None
 
     @classmethod
-    def dense(cls, hidden: int, intermediate: int) -> ExpertForm:
-        return cls(hidden, intermediate, hidden)
+    def dense(cls, hidden: int, intermediate: int, scale_block: int | None = None) -> ExpertForm:
+        return cls(hidden, intermediate, hidden, scale_block=scale_block)
 
     @property
     def is_low_rank(self) -> bool:
@@ -65,7 +80,9 @@ class ExpertForm:
     def share(self, num_ranks: int) -> ExpertForm:
         """Of one rank's part of an expert."""
         assert self.intermediate % num_ranks == 0
-        return replace(self, intermediate=self.intermediate // num_ranks)
+        size = self.intermediate // num_ranks
+        cuts_blocks = num_ranks > 1 and self.scale_block and size % self.scale_block
+        return replace(self, intermediate=size, scale_block=None if cuts_blocks else self.scale_block)
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, int]]:
@@ -87,6 +104,32 @@ class ExpertForm:
     @cached_property
     def numel(self) -> int:
         return sum(rows * columns for rows, columns in self.parts.values())
+
+    def scale_shape(self, part: str) -> tuple[int, ...]:
+        """Of 8-bit floats."""
+        rows, columns = self.parts[part]
+        block = self.scale_block
+        return (-(-rows // block), -(-columns // block)) if block else (rows,)
+
+    @cached_property
+    def scales_start(self) -> int:
+        """The byte of a block at which the scales begin."""
+        return -(-self.numel // ALIGNED) * ALIGNED
+
+    @cached_property
+    def num_scales(self) -> int:
+        return sum(math.prod(self.scale_shape(part)) for part in self.parts)
+
+    @cached_property
+    def length(self) -> int:
+        """Of a block: numbers, or bytes if they are in 8-bit floats."""
+        if self.scale_block is None:
+            return self.numel
+        return -(-(self.scales_start + self.num_scales * SCALE_BYTES) // BLOCK_STEP) * BLOCK_STEP
+
+    def num_bytes(self, itemsize: float) -> int:
+        """Of a block. `itemsize`: of a number of the model's dtype."""
+        return self.length if self.scale_block is not None else int(self.numel * itemsize)
 
     @cached_property
     def shared_numel(self) -> int:

@@ -227,6 +227,9 @@ class GGUFCheckpoint:
     def location(self, name: str) -> None:
         """Quantised, or with rows in another order: nothing that could be copied as it lies there."""
 
+    def bytes_location(self, name: str) -> None:
+        """No type of blocks is 8-bit floats."""
+
     def load_tokenizer(self) -> Any:
         return build_tokenizer(self._file.metadata, self.path)
 

@@ -54,7 +54,7 @@ class OnDisk:
 
     shape: tuple[int, ...]
     remember: Callable[[str], None]
-    copy: torch.Tensor | ShardTarget | None = None
+    copy: torch.Tensor | ShardTarget | PackedTarget | None = None
 
 
 @dataclass(frozen=True)

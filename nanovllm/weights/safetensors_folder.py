@@ -17,6 +17,7 @@ import torch
 from nanovllm.errors import ModelError
 from nanovllm.quantization_config import REMEDY, QuantizationConfig
 from nanovllm.weights.four_bits import FourBitWeight
+from nanovllm.weights.fp8 import Fp8Weight
 from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.quantised import PackedNumbers, QuantisedWeights
 from nanovllm.weights.shards import PLAIN_DTYPES, Location, Shards, read_json
@@ -96,6 +97,9 @@ class SafetensorsFolder:
         if found is None or found.num_bytes != math.prod(shape) * found.dtype.itemsize:
             raise ModelError(f"{self._shards.file(name)}: tensor {name} is not stored as plain numbers; convert it.")
         return found
+
+    def bytes_location(self, name: str) -> Location | None:
+        return self._shards.location(name) if isinstance(self._quantised.get(name), Fp8Weight) else None
 
     def load_tokenizer(self) -> Any:
         return load_tokenizer(self.path)

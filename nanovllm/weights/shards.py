@@ -19,6 +19,7 @@ from nanovllm.errors import ModelError
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+LOCATED_DTYPES = {**PLAIN_DTYPES, "F8_E4M3": torch.uint8}  # 8-bit floats are located as bytes
 
 
 class Location(NamedTuple):
@@ -87,7 +88,7 @@ class Shards:
             raise ModelError(f"{self.path}: tensor {name} cannot be read ({error}).") from error
 
     def location(self, name: str) -> Location | None:
-        """None if it is not stored as plain numbers."""
+        """None if it is neither plain numbers nor 8-bit floats."""
         self._find(name)
         file_name = self._file_of[name]
         if file_name not in self._locations:
@@ -170,10 +171,10 @@ def read_locations(path: Path) -> dict[str, Location]:
         raise ModelError(f"{path}: its header cannot be read ({error}); get it again.") from error
     locations = {}
     for name, entry in header.items():
-        if name == "__metadata__" or entry.get("dtype") not in PLAIN_DTYPES:
+        if name == "__metadata__" or entry.get("dtype") not in LOCATED_DTYPES:
             continue
         start, stop = entry["data_offsets"]  # safe_open has checked that the header has this shape
         if not (type(start) is type(stop) is int and 0 <= start <= stop <= size - 8 - header_size):
             raise ModelError(f"{path}: {name} lies at {start}..{stop}, beyond the end of the file; get it again.")
-        locations[name] = Location(path, 8 + header_size + start, stop - start, PLAIN_DTYPES[entry["dtype"]])
+        locations[name] = Location(path, 8 + header_size + start, stop - start, LOCATED_DTYPES[entry["dtype"]])
     return locations

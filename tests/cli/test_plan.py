@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "benchmarks/models"
 MIXTRAL = MODELS / "mixtral-8x7b"
 TINY = ROOT / "tests/fixtures/tiny-mixtral"
+FP8 = ("--quantization", "fp8")
 CARD = ("--gpu-memory-gb", "11", "--host-memory-gb", "64")
 
 
@@ -85,6 +86,47 @@ def test_a_kv_cache_in_8_bit_floats(run: Run) -> None:
     assert "kv_cache_dtype" not in plain["settings"]
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': .* is for CPUs"):
         make_estimate(PlanOptions(model=str(MODELS / "qwen3-8b"), kv_cache_dtype="int8"))
+
+
+def test_experts_in_8_bit_floats(run: Run, tmp_path: Path) -> None:
+    """Half the bytes: all experts fit host memory, more are cached, and the bound is twice as high and more."""
+    plain, small = plan_json(run, "--model", MIXTRAL, *CARD), plan_json(run, "--model", MIXTRAL, *CARD, *FP8)
+    assert (plain["expert_bytes"], small["expert_bytes"]) == (352_321_536, 176_160_768 + 131_072)  # and the scales
+    assert small["settings"]["quantization"] == "fp8"
+    assert "--quantization fp8" in small["command"]
+    assert (plain["tiers"]["num_cached"], small["tiers"]["num_cached"]) == (12, 35)
+    assert (plain["tiers"]["disk_experts"], small["tiers"]["disk_experts"]) == (74, 0)
+    assert small["tiers"]["host_experts"] == 256
+    rich = ("--model", MIXTRAL, "--gpu-memory-gb", "11", "--host-memory-gb", "128")
+    slow, fast = (plan_json(run, *rich, *more)["speeds"]["1"]["low"]["tokens_per_second"] for more in ((), FP8))
+    assert 2 < fast / slow < 2.5  # the link is the bound, and more experts are cached
+    out = run("plan", "--model", MIXTRAL, *CARD, *FP8).out
+    assert "8 experts a layer of 0.16 GiB (8-bit floats), top 2" in out
+    # A model that is published so: auto knows it from config.json, and blocks have other scales than rows.
+    config = json.loads((MIXTRAL / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = plan_json(run, "--model", tmp_path, *CARD)
+    assert stored["expert_bytes"] == 176_160_768 + 3 * 112 * 32 * 4
+    assert "quantization" not in stored["settings"]
+    assert plan_json(run, "--model", tmp_path, *CARD, "--quantization", "none")["expert_bytes"] == 352_321_536
+
+
+def test_blocks_that_ranks_cut_are_16_bits(run: Run) -> None:
+    """DeepSeek-V3's experts, 2048 rows of gate: 16 ranks cut blocks of 128, 32 do not. Spread ones are never cut."""
+    model, half = ("--model", MODELS / "deepseek-v3", "--gpu-memory-gb", "80", "--host-memory-gb", "2000"), {}
+    for ranks in (1, 16, 32):
+        half[ranks] = plan_json(run, *model, "--tensor-parallel-size", ranks)["expert_bytes"]
+    numbers = 3 * 7168 * 2048
+    assert half[1] == numbers + 3 * 16 * 56 * 4
+    assert half[16] == numbers // 16 + 1024  # 672 bytes of scales, and what makes the block round
+    assert half[32] == 2 * numbers // 32
+
+
+def test_what_no_gpu_computes_is_refused(run: Run) -> None:
+    for kind in ("int4", "int8"):
+        with pytest.raises(ConfigError, match=rf"quantization='{kind}': .* run on a CPU only"):
+            make_estimate(PlanOptions(model=str(MIXTRAL), quantization=kind, gpu_memory_gb=24, host_memory_gb=64))
 
 
 def test_json(run: Run, tmp_path: Path) -> None:
@@ -234,6 +276,28 @@ def test_the_table_of_the_docs_is_this_plan() -> None:
         assert said == (tiers.num_cached, tiers.num_streaming, tiers.host_experts, tiers.disk_experts)
         for batch, text in ((1, one), (16, sixteen)):
             assert text == " to ".join(f"{speed.tokens_per_second:.2f}" for speed in estimate.speeds(batch))
+
+
+def test_the_table_of_8_bit_floats_in_the_docs_is_this_plan() -> None:
+    text = (ROOT / "docs/small-gpus.md").read_text(encoding="utf-8")
+    row = r"^\| (\d+) \| (\d+) \| (16 bits|FP8) \| (\d+) \+ (\d+) \| (\d+) / (\d+) \| (.+?) \| (.+?) \|$"
+    found = re.findall(row, text, re.M)
+    assert len(found) == 8
+    for card, host, kind, *counts, one, sixteen in found:
+        sizes = {"gpu_memory_gb": int(card), "host_memory_gb": int(host), "max_model_len": 4096}
+        estimate = make_estimate(
+            PlanOptions(model=str(MIXTRAL), quantization="fp8" if kind == "FP8" else "none", **sizes)
+        )
+        tiers = estimate.tiers
+        assert tiers is not None
+        assert [int(n) for n in counts] == [
+            tiers.num_cached,
+            tiers.num_streaming,
+            tiers.host_experts,
+            tiers.disk_experts,
+        ]
+        for batch, speed in ((1, one), (16, sixteen)):
+            assert speed == " to ".join(f"{s.tokens_per_second:.2f}" for s in estimate.speeds(batch))
 
 
 # ---- several GPUs --------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Checks the mixture-of-experts kernels on a GPU: `python tests/gpu/check_moe.py [--quick] [--only WORDS] [--out DIR]`.
 
-Dense and low-rank experts against the fp32 twin around every boundary and in every dtype; graphs replayed with another
-routing; several passes against one, bit for bit; a pool beyond 2^31 elements; the load of experts by layer. A failing
-job is recorded and the rest goes on. Compilation dominates, so --workers processes run the jobs once before, only for
-Triton's cache. JSON goes to --out. Speed: `nanovllm bench moe`.
+Dense experts, in 8-bit floats too, and low-rank ones against the fp32 twin around every boundary and in every dtype;
+graphs replayed with another routing; several passes against one, bit for bit; a pool beyond 2^31 elements; the load of
+experts by layer. A failing job is recorded and the rest goes on. Compilation dominates, so --workers processes run the
+jobs once before, only for Triton's cache. JSON goes to --out. Speed: `nanovllm bench moe`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.hardware.graphs import capture_graph
+from nanovllm.moe.scaled import expert_views
 from nanovllm.ops import moe
+from nanovllm.ops.fp8 import ScaledStack
 from nanovllm.ops.triton import moe_align, moe_experts, moe_route
+from nanovllm.weights.expert_form import ExpertForm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
@@ -41,12 +44,16 @@ class Shape(NamedTuple):
     num_experts: int = 8
     top_k: int = 2
     low_rank: bool = True  # gate and up read a half of x each
+    scale_block: int | None = None  # 8-bit floats: 0 = with a scale for each row, 128 = for each block
 
 
 SHAPES = {
     "256x384 of 8": Shape(256, 384, (256, 384), low_rank=False),
     "200x88 of 60": Shape(200, 88, (200, 88), num_experts=60, top_k=8, low_rank=False),
     "64x40 of 3": Shape(64, 40, (64, 40), num_experts=3, top_k=1, low_rank=False),
+    "8 bits by row, 256x384 of 8": Shape(256, 384, (256, 384), low_rank=False, scale_block=0),
+    "8 bits by block, 256x384 of 8": Shape(256, 384, (256, 384), low_rank=False, scale_block=128),
+    "8 bits by block, 200x88 of 60": Shape(200, 88, (200, 88), None, 60, 8, False, 128),
     "low-rank 128, w2 input": Shape(128, 384, (256, 64), 64),
     "low-rank 128, w2 output": Shape(128, 384, (64, 384)),
     "low-rank 40, w2 input": Shape(40, 88, (200, 24), 24),
@@ -59,6 +66,13 @@ class Case:
 
     def __init__(self, shape: Shape, dtype: torch.dtype = BF16, num_buffers: int | None = None) -> None:
         self.shape, self.dtype = shape, dtype
+        self.gate_up: Any
+        self.down: Any
+        self.between: torch.Tensor | None = None
+        if shape.scale_block is not None:
+            num, form = num_buffers or shape.num_experts, ExpertForm.dense(shape.columns, shape.size, shape.scale_block)
+            self.gate_up, self.down = scaled_experts(num, form)
+            return
         num, first, second = (
             num_buffers or shape.num_experts,
             2 * shape.size * shape.columns,
@@ -67,7 +81,6 @@ class Case:
         pool = (torch.randn(num, first + second + 64, device="cuda") * shape.columns**-0.5).to(dtype)
         self.gate_up = pool[:, :first].view(num, 2 * shape.size, shape.columns)
         self.down = pool[:, first : first + second].view(num, *shape.down)
-        self.between = None
         if shape.between is not None:
             self.between = (torch.randn(shape.between, shape.size, device="cuda") * shape.size**-0.5).to(dtype)
 
@@ -78,6 +91,24 @@ class Case:
 
     def pairs(self, x: torch.Tensor, buffers: torch.Tensor, weights: torch.Tensor, out: Any = None) -> torch.Tensor:
         return moe_experts.expert_pairs(x, self.gate_up, self.down, buffers, weights, out, between=self.between)
+
+
+def scaled_experts(num: int, form: ExpertForm) -> tuple[ScaledStack, ScaledStack]:
+    """Bytes of all kinds but NaN, and scales that differ by a factor of eight."""
+    pool = torch.randint(0, 256, (num, form.length), dtype=torch.uint8, device="cuda")
+    pool[pool & 0x7F == 0x7F] = 0
+    gate_up, down = expert_views(form, pool)
+    for stack in (gate_up, down):
+        size = torch.exp2(3 * torch.rand(stack.scale.shape, device="cuda")) * stack.shape[2] ** -0.5
+        stack.scale.copy_(size / 400)
+    return gate_up, down
+
+
+def copy_experts(target: Any, source: Any, places: torch.Tensor) -> None:
+    if isinstance(target, torch.Tensor):
+        target[places] = source
+    else:
+        target.q.view(torch.uint8)[places], target.scale[places] = source.q.view(torch.uint8), source.scale
 
 
 def error_of(got: torch.Tensor, expected: torch.Tensor, low_rank: bool = False) -> float:
@@ -91,7 +122,8 @@ def error_of(got: torch.Tensor, expected: torch.Tensor, low_rank: bool = False) 
 def check_experts(shape: Shape, dtype: torch.dtype) -> float:
     """Random routing, then all tokens at one expert, with every fifth pair left out."""
     case, worst = Case(shape, dtype), 0.0
-    gate_up, down, between = (None if t is None else t.float() for t in (case.gate_up, case.down, case.between))
+    tensors = (case.gate_up, case.down, case.between)
+    gate_up, down, between = (t.float() if isinstance(t, torch.Tensor) else t for t in tensors)
     for num_tokens in TOKENS:
         x, ids, weights = case.inputs(num_tokens)
         for buffers in (ids, torch.full_like(ids, shape.num_experts - 1)):
@@ -113,7 +145,8 @@ def check_passes(shape: Shape, num_tokens: int) -> None:
     x, ids, weights = case.inputs(num_tokens)
     whole = case.pairs(x, ids, weights)
     elsewhere = torch.tensor([17, 2, 19, 0, 4, 15, 6, 11], device="cuda")
-    far.gate_up[elsewhere], far.down[elsewhere] = case.gate_up, case.down
+    copy_experts(far.gate_up, case.gate_up, elsewhere)
+    copy_experts(far.down, case.down, elsewhere)
     out = torch.full_like(whole, float("nan"))
     for some in ([3], [0, 7, 5], [1, 2, 4, 6]):
         buffers = torch.where(torch.isin(ids, torch.tensor(some, device="cuda")), elsewhere[ids.long()], -1).int()
@@ -140,13 +173,19 @@ def check_graph(shape: Shape, num_tokens: int) -> None:
         assert torch.equal(got, layer()), "a replay differs from a run"
 
 
-def check_far_buffer() -> float:
+def check_far_buffer(scale_block: int | None = None) -> float:
     """Element offsets beyond 2^31: 48 buffers of the size of Mixtral's experts."""
     hidden, size, num_buffers = 4096, 14336, 48
-    pool = torch.empty(num_buffers, 3 * hidden * size, dtype=BF16, device="cuda")
-    pool[-1].normal_(std=hidden**-0.5)
-    both = 2 * hidden * size
-    gate_up, down = pool[:, :both].view(num_buffers, 2 * size, hidden), pool[:, both:].view(num_buffers, hidden, size)
+    gate_up: Any
+    down: Any
+    if scale_block is not None:
+        gate_up, down = scaled_experts(num_buffers, ExpertForm.dense(hidden, size, scale_block))
+        last: Any = [ScaledStack(s.q[-1:], s.scale[-1:], s.num_parts) for s in (gate_up, down)]
+    else:
+        pool = torch.empty(num_buffers, 3 * hidden * size, dtype=BF16, device="cuda")
+        pool[-1].normal_(std=hidden**-0.5)
+        gate_up, down = expert_views(ExpertForm.dense(hidden, size), pool)
+        last = [gate_up[-1:].float(), down[-1:].float()]
     worst = 0.0
     for num_tokens in (1, 5, 65, 2100):
         x = torch.randn(num_tokens, hidden, device="cuda").to(BF16)
@@ -156,7 +195,7 @@ def check_far_buffer() -> float:
         moe_experts.expert_pairs(x, gate_up, down, buffers, weights, out=out)
         expected = torch.zeros(out.shape, device="cuda")
         near = torch.where(buffers < 0, -1, 0).int()
-        moe.expert_pairs(x.float(), gate_up[-1:].float(), down[-1:].float(), near, weights, out=expected)
+        moe.expert_pairs(x.float(), *last, near, weights, out=expected)
         worst = max(worst, error_of(out, expected))
     return worst
 
@@ -207,6 +246,7 @@ def check_load() -> None:
 def all_jobs(quick: bool) -> dict[str, Callable[[], float | None]]:
     jobs: dict[str, Callable[[], float | None]] = {"route and sum": check_route, "align": check_align}
     jobs["far buffer"] = check_far_buffer
+    jobs["far buffer, 8 bits by block"] = partial(check_far_buffer, 128)
     jobs["load of experts"] = check_load
     for name, shape in SHAPES.items():
         for dtype in (BF16,) if quick else (BF16, FP16, FP32):

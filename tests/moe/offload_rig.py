@@ -137,6 +137,8 @@ class ReferenceFiles:
     def location(self, name: str) -> None:
         return None  # read through `read`, as what has another form
 
+    def read_packed(self, name: str) -> None: ...
+
     def read(self, name: str) -> torch.Tensor:
         self.num_reads += 1
         return self.tensors[name]

@@ -13,7 +13,8 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware import pinned
 from nanovllm.moe.offload import store as store_module
 from nanovllm.moe.offload.offload import OffloadOptions
-from nanovllm.moe.offload.store import ExpertShape, ExpertStore
+from nanovllm.moe.offload.shape import ExpertShape
+from nanovllm.moe.offload.store import ExpertStore
 from nanovllm.weights.expert_form import ExpertForm
 from nanovllm.weights.safetensors_folder import SafetensorsFolder
 from tests.moe.offload_rig import CPU, HIDDEN, SIZE, LazyStream, fill_places, make_rig, random_call

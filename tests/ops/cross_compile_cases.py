@@ -179,13 +179,21 @@ def quantise_case(dtype: str, groups: int, group: int):
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = False) -> dict:
+def weight_form(dtype: str, arch: int, scaled: int) -> tuple[list[str], dict, str]:
+    """(types of a weight and its scales, constexprs, words). `scaled`: 0 = numbers; 1, 128 = 8-bit floats."""
+    if not scaled:
+        return [f"*{dtype}"] * 2, {"FORM": PLAIN, "SCALED": 0}, ""
+    return ["*u8", "*fp32"], {"FORM": BY_CARD if arch >= 89 else BY_SHIFTS, "SCALED": scaled}, f" e4m3 by {scaled}"
+
+
+def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = False, scaled: int = 0) -> dict:
     """Both products of an expert as the rule cuts them for so many tokens: its tiles depend on shared memory. Of a
     low-rank expert: gate and up that read halves, and the product between."""
-    d, cases, kind = f"*{dtype}", {}, " low-rank" if low_rank else ""
+    weight, form, words = weight_form(dtype, arch, scaled)
+    d, cases, kind = f"*{dtype}", {}, " low-rank" if low_rank else words
     hidden, size, down = (1024, 14336, (4096, 1024)) if low_rank else (4096, 14336, None)
     for num_tokens in sizes:
-        shape = moe_tiles.MoeShape(hidden, size, 2, DTYPES[dtype], down)
+        shape = moe_tiles.MoeShape(hidden, size, 2, DTYPES[dtype], down, scaled > 0)
         plan = moe_tiles.default_tiles(num_tokens, shape, capability_of(arch))
         if plan.kind == "grouped":  # what the rule would take without PyTorch's product
             plan = moe_tiles.default_tiles(num_tokens, moe_tiles.MoeShape(hidden, size, 2, torch.float16), (9, 0))
@@ -193,19 +201,19 @@ def moe_cases(dtype: str, arch: int, sizes: tuple[int, ...], low_rank: bool = Fa
             (
                 "gate_up",
                 moe_gemm.gate_up_kernel,
-                [d, d] + ["*i32"] * 3 + [d, "i32:16", "i32:16"],
-                {"SIZE": hidden, "OUT_SIZE": size, "TOP_K": 2, "SPLIT": low_rank},
+                [d, *weight] + ["*i32"] * 3 + [d] + ["i32:16"] * 3,
+                {"SIZE": hidden, "OUT_SIZE": size, "TOP_K": 2, "SPLIT": low_rank, **form},
                 plan.gate_up,
             ),
             (
                 "down",
                 moe_gemm.down_kernel,
-                [d, d] + ["*i32"] * 3 + [d if low_rank else "*fp32", d, "i32:16"],
-                {"SIZE": size, "OUT_SIZE": hidden, "SHARED": low_rank},
+                [d, *weight] + ["*i32"] * 3 + [d if low_rank else "*fp32", d] + ["i32:16"] * 2,
+                {"SIZE": size, "OUT_SIZE": hidden, "SHARED": low_rank, **form},
                 plan.down,
             ),
         ):
-            options = moe_gemm.launch_options(plan.block_m, consts["SIZE"], tile)
+            options = moe_gemm.launch_options(plan.block_m, consts["SIZE"], tile, scaled)
             stages = {"num_warps": options.pop("num_warps"), "num_stages": options.pop("num_stages")}
             cases[f"moe_{name}{kind} {dtype} {num_tokens}"] = (
                 lambda arch, kernel=kernel, types=types, consts=consts | options, stages=stages: compile_kernel(
@@ -223,7 +231,6 @@ def moe_small_cases(dtype: str) -> dict:
     routed = [d, "*fp32", "*i32", "*fp32", "i32", "fp32"]
     sizes = {"BUFFERS": 128, "CHUNK": 64}
     place = sizes | {"ROWS": 16, "BLOCK_M": 16}
-    blocks = {"BLOCK_N": 1, "BLOCK_K": 512}
     plain = {
         "moe_route": (moe_route.route_kernel, routed, route, 1),
         "moe_route groups": (moe_route.route_kernel, routed, groups, 1),
@@ -231,14 +238,6 @@ def moe_small_cases(dtype: str) -> dict:
         "moe_count": (moe_align.count_kernel, ["*i32", "*i32", "i32", "i32", "i32"], sizes, 8),
         "moe_place": (moe_align.place_kernel, ints, place | {"COUNTED": True}, 8),
         "moe_place one": (moe_align.place_kernel, ints, place | {"COUNTED": False}, 8),
-        "moe_gemv gate_up": (moe_gemv.gate_up_gemv_kernel, [d, d, "*i32", d, "i32:16", "i32:16"],
-                             {"SIZE": 4096, "OUT_SIZE": 14336, "TOP_K": 2, "SPLIT": False} | blocks, 1),
-        "moe_gemv split": (moe_gemv.gate_up_gemv_kernel, [d, d, "*i32", d, "i32:16", "i32:16"],
-                           {"SIZE": 1024, "OUT_SIZE": 14336, "TOP_K": 2, "SPLIT": True} | blocks, 1),
-        "moe_gemv down": (moe_gemv.down_gemv_kernel, [d, d, "*i32", "*fp32", d, "i32:16"],
-                          {"SIZE": 14336, "OUT_SIZE": 4096, "SHARED": False} | blocks, 1),
-        "moe_gemv between": (moe_gemv.down_gemv_kernel, [d, d, "*i32", d, d, "i32:16"],
-                             {"SIZE": 14336, "OUT_SIZE": 1024, "SHARED": True} | blocks, 1),
         "moe_gather": (moe_grouped.gather_kernel, [d, "*i32", "*i32", d, "i32", "i32:16"],
                        {"SIZE": 4096, "TOP_K": 2, "TILE": 2048}, 4),
         "moe_scatter": (moe_grouped.scatter_kernel, [d, "*i32", "*i32", "*fp32", d, "i32"],
@@ -247,6 +246,32 @@ def moe_small_cases(dtype: str) -> dict:
     return {
         f"{name} {dtype}": (lambda arch, case=case: compile_kernel(case[0], case[1], case[2], arch, case[3]))
         for name, case in plain.items()
+    }
+
+
+def moe_gemv_cases(dtype: str, arch: int) -> dict:
+    """Mixtral's experts as numbers and as 8-bit floats, and low-rank ones."""
+    d, cases = f"*{dtype}", {}
+    for scaled in (0, 1, 128):
+        weight, form, words = weight_form(dtype, arch, scaled)
+        blocks = {"BLOCK_N": 2, "BLOCK_K": 2048, **form} if scaled else {"BLOCK_N": 1, "BLOCK_K": 512, **form}
+        gate_up = [d, *weight, "*i32", d] + ["i32:16"] * 3
+        whole = {"SIZE": 4096, "OUT_SIZE": 14336, "TOP_K": 2, "SPLIT": False} | blocks
+        cases[f"gate_up{words}"] = (moe_gemv.gate_up_gemv_kernel, gate_up, whole)
+        down = [d, *weight, "*i32", "*fp32", d] + ["i32:16"] * 2
+        cases[f"down{words}"] = (
+            moe_gemv.down_gemv_kernel,
+            down,
+            {"SIZE": 14336, "OUT_SIZE": 4096, "SHARED": False} | blocks,
+        )
+        if not scaled:
+            cases["split"] = (moe_gemv.gate_up_gemv_kernel, gate_up, whole | {"SIZE": 1024, "SPLIT": True})
+            between = [*down[:4], d, d, *down[6:]]
+            sizes = {"SIZE": 14336, "OUT_SIZE": 1024, "SHARED": True} | blocks
+            cases["between"] = (moe_gemv.down_gemv_kernel, between, sizes)
+    return {
+        f"moe_gemv {name} {dtype}": (lambda arch, case=case: compile_kernel(*case, arch, 1))
+        for name, case in cases.items()
     }
 
 
@@ -328,6 +353,9 @@ def tiled_cases(half: str, arch: int) -> dict:
         cases[f"decode {half} e4m3 {head_dim}"] = decode_case(half, head_dim, 64, 0, e4m3=True)
     cases.update(moe_cases(half, arch, (3, 17, 65, 129, 513) if arch == 90 else (17, 513)))
     cases.update(moe_cases(half, arch, (513,), low_rank=True))
+    if arch in (75, 80, 90):  # the others have their tiles
+        cases.update(moe_cases(half, arch, (17, 513) if arch == 90 else (513,), scaled=128))
+        cases.update(moe_cases(half, arch, (513,) if arch == 90 else (17,), scaled=1))
     if arch >= 80:  # what TritonLatentBackend takes
         cases.update(mla_cases(half, arch, 16))
     return cases
@@ -347,6 +375,7 @@ def cases_for(arch: int) -> dict:
     some = ("advance", "propose", "accept", "begin", "keep", "norm", "silu", "sample tiles")
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
+    cases.update(moe_gemv_cases(half, arch))
     cases["merge"] = merge_case(half)
     cases[f"rope {half}"] = rope_case(half, 128, 128, True)
     cases[f"rope {half} e4m3"] = rope_case(half, 128, 128, True, e4m3=True)

@@ -206,6 +206,21 @@ def test_stages_fit_the_shared_memory(arch, low_rank):
             assert tile.num_stages >= 2
 
 
+@pytest.mark.parametrize("arch", [(7, 5), (8, 0), (8, 9), HOPPER])
+@pytest.mark.parametrize("sizes", [(4096, 14336, 2), (2048, 768, 8), (7168, 2048, 8)])
+def test_tiles_of_8_bit_floats(arch, sizes):
+    """Steps over columns stay in a block of 128, and rows of a program in one; never PyTorch's grouped product."""
+    *dims, top_k = sizes
+    shape = MoeShape(*dims, top_k, torch.bfloat16, eight_bits=True)
+    assert shape.element_size == 1
+    for num_tokens in (1, 2, 3, 17, 64, 65, 513, 4096, 16384):
+        choice = moe_tiles.default_tiles(num_tokens, shape, arch)
+        assert choice.kind == ("gemv" if num_tokens <= (4 if top_k >= 4 else 2) else "tiles")
+        for tile in (choice.gate_up, choice.down):
+            assert 128 % tile.block_n == 0
+            assert choice.kind == "gemv" or 128 % tile.block_k == 0
+
+
 def test_sizes_to_warm_cover_every_plan():
     device = torch.device("cpu")
     sizes = moe_tiles.sizes_to_warm(100, MIXTRAL, device)

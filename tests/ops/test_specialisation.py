@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
 
+from nanovllm.moe.scaled import expert_views
 from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.ops.triton import (
     activation,
@@ -37,6 +38,7 @@ from nanovllm.ops.triton import (
     sampling,
     sampling_report,
 )
+from nanovllm.weights.expert_form import ExpertForm
 
 if triton.knobs.runtime.interpret:
     pytest.skip("this process interprets kernels", allow_module_level=True)
@@ -174,7 +176,8 @@ def test_gemv(compiled):
     assert len(compiled["gemv_kernel"]) <= len(used)
 
 
-def test_experts(compiled, monkeypatch):
+@pytest.mark.parametrize("block", [None, 0, 128])
+def test_experts(compiled, monkeypatch, block):
     """Decode and prefill of any size run what `sizes_to_warm` has compiled; so does a pool with its own stride. Beyond:
     one variant of the sorting kernels each for few and for many pairs, per BLOCK_M."""
     for module in (moe_tiles, moe_gemm):
@@ -182,6 +185,9 @@ def test_experts(compiled, monkeypatch):
         monkeypatch.setattr(module, name, lambda device, name=name: (9, 0) if name == "capability" else 132)
     hidden, size, experts, top_k = 64, 96, 8, 2
     gate_up, down = empty(experts, 2 * size, hidden), empty(experts, hidden, size)
+    if block is not None:  # 8-bit floats
+        form = ExpertForm.dense(hidden, size, block)
+        gate_up, down = expert_views(form, torch.zeros(experts, form.length, dtype=torch.uint8))
 
     def run(rows, skipped=0):
         x, logits = empty(rows, hidden), empty(rows, experts)
@@ -192,8 +198,8 @@ def test_experts(compiled, monkeypatch):
     def counts():
         return {name: len(keys) for name, keys in compiled.items()}
 
-    shape = moe_tiles.MoeShape(hidden, size, top_k, BF16)
-    for rows in moe_tiles.sizes_to_warm(2000, shape, gate_up.device):
+    shape = moe_tiles.MoeShape(hidden, size, top_k, BF16, eight_bits=block is not None)
+    for rows in moe_tiles.sizes_to_warm(2000, shape, torch.device("cpu")):
         run(rows)
     warm = counts()
     for rows, skipped in itertools.product((*BATCHES, 64, 512, 513, 1024, 2000), (0, 1)):
@@ -203,5 +209,5 @@ def test_experts(compiled, monkeypatch):
     assert now.pop("place_kernel") <= warm.pop("place_kernel") + 2
     warm.pop("count_kernel")
     assert now == warm
-    assert (warm["gate_up_kernel"], warm["down_kernel"]) == (4, 5)
+    assert (warm["gate_up_kernel"], warm["down_kernel"]) == (4, 5 if block is None else 4)
     assert warm["gate_up_gemv_kernel"] == warm["down_gemv_kernel"] == warm["route_kernel"] == 1

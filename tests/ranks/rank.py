@@ -32,6 +32,7 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel, connect, open_store
 from nanovllm.layers.attention import Step
 from nanovllm.layers.build import Build
+from nanovllm.layers.scaled import Scales
 from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, Transformer
@@ -196,21 +197,29 @@ def spread(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
 
 
 class LabelledExperts:
-    """Two layers of 8 experts whose weights say whose they are, and of which share, with a Balancer."""
+    """Two layers of 8 experts whose weights say whose they are, and of which share, with a Balancer. `scaled`: in 8-bit
+    floats, where each byte says it, those of the scales too."""
 
-    def __init__(self, ranks: Parallel, num_redundant: int) -> None:
+    def __init__(self, ranks: Parallel, num_redundant: int, scaled: bool = False) -> None:
         self.ranks, self.tables, self.wrong = ranks, [], []
         self.group, self.share = divmod(ranks.rank, ranks.ranks_per_expert)
-        build, moe = Build(torch.float32, CPU.torch_device, PLAIN, ranks), MoeConfig(8, 2, 32, True, (True,))
+        scales = Scales(0, experts=True) if scaled else None
+        build = Build(torch.float32, CPU.torch_device, PLAIN, ranks, scaling=scales)
+        moe = MoeConfig(8, 2, 32, True, (True,))
         self.layers = [ResidentExperts(moe, size, build) for size in (64, 48)]  # unequal, as low-rank ones may be
         for number, layer in enumerate(self.layers):
-            for stack in (layer.gate_up, layer.down):
+            for rows in self.memory(layer, 8 // ranks.expert_size):
                 for place, expert in enumerate(ranks.experts_here(8)):
-                    rows = stack.weight.view(8 // ranks.expert_size, -1)
                     rows[place] = 100 * number + 10 * expert + self.share
             add_places(layer, 8, num_redundant)
         self.balancer = Balancer(self.layers, ExpertLoad(2, 8, CPU.torch_device, window_size=1), ranks, step_interval=1)
         self.draw = torch.Generator().manual_seed(7)
+
+    def memory(self, layer: ResidentExperts, here: int) -> list[torch.Tensor]:
+        """[places, numbers or bytes]"""
+        if layer.scaled is not None:
+            return [layer.scaled.pool]
+        return [stack.weight.view(here, -1) for stack in (layer.gate_up, layer.down)]
 
     def add_load(self) -> None:
         ids = (torch.rand(64, generator=self.draw) ** 3 * 8).int() * 5 % 8
@@ -223,8 +232,8 @@ class LabelledExperts:
             experts = layer.spread.arrangement.experts
             here = len(experts) // self.ranks.expert_size
             for place, expert in enumerate(experts[self.group * here : (self.group + 1) * here]):
-                for stack in (layer.gate_up, layer.down):
-                    found = stack.weight.view(here, -1)[place].unique().tolist()
+                for rows in self.memory(layer, here):
+                    found = rows[place].unique().tolist()
                     if found != [100 * number + 10 * expert + self.share]:
                         self.wrong.append([number, place, expert, found])
             self.tables.append(experts)
@@ -234,7 +243,8 @@ class LabelledExperts:
 
 
 def move(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
-    labelled = LabelledExperts(replace(parallel, expert_size=job["expert_size"]), job["num_redundant"])
+    ranks = replace(parallel, expert_size=job["expert_size"])
+    labelled = LabelledExperts(ranks, job["num_redundant"], job["scaled"])
     for _ in range(6):
         labelled.add_load()
         for _ in range(6):  # the loads, then one layer after the other

@@ -303,9 +303,12 @@ def test_low_rank_experts_move_too(low_rank: Callable[[str], Path], ranks: Ranks
     assert said["moved"] > 0
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["numbers", "8-bit floats"])
 @pytest.mark.parametrize(("size", "groups", "redundant"), [(2, 2, 2), (4, 4, 8), (4, 2, 4), (4, 4, 0)])
-def test_every_place_has_the_weights_of_its_expert(ranks: Ranks, size: int, groups: int, redundant: int) -> None:
-    found = ranks(size).do(do="move", expert_size=groups, num_redundant=redundant)
+def test_every_place_has_the_weights_of_its_expert(
+    ranks: Ranks, size: int, groups: int, redundant: int, scaled: bool
+) -> None:
+    found = ranks(size).do(do="move", expert_size=groups, num_redundant=redundant, scaled=scaled)
     assert [rank["wrong"] for rank in found] == [[]] * size
     assert all(rank["tables"] == found[0]["tables"] for rank in found)
     assert found[0]["moved"] > 10

@@ -96,6 +96,15 @@ def test_a_ranks_part_is_a_slice_of_the_whole(block: tuple[int, int], dim: int, 
     assert torch.equal(found.expanded(), whole.expanded().narrow(dim, start, length))
 
 
+@pytest.mark.parametrize("block", [(256, 384), (1, 384)])
+def test_every_ranks_columns_keep_the_scales_of_their_rows(block: tuple[int, int]) -> None:
+    whole = blocks(256, 384, block)
+    for start in (0, 128, 256):
+        part, found = whole.cut(Shard(1, start, 128, 384)), weight({"": 256}, 128, Scales())
+        assert found.put("", part), start
+        assert torch.equal(numbers(found), part.expanded())
+
+
 def model_of(path: Path, scales: Scales | None, **more: Any) -> Any:
     checkpoint = open_checkpoint(path)
     config = ModelConfig.from_hf(checkpoint.config)

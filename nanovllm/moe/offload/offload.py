@@ -41,9 +41,11 @@ from nanovllm.model_config import MoeConfig
 from nanovllm.moe.offload.cache import ExpertCache, ExpertStats
 from nanovllm.moe.offload.idle import IdleTime
 from nanovllm.moe.offload.report import ExpertCall, HostRouting, RoutingReport
-from nanovllm.moe.offload.store import ExpertShape, ExpertStore
+from nanovllm.moe.offload.shape import ExpertShape
+from nanovllm.moe.offload.store import ExpertStore
 from nanovllm.moe.offload.table import BufferTable, is_small
 from nanovllm.moe.projections import SharedProjections, cut_expert
+from nanovllm.moe.scaled import dense_form
 from nanovllm.ops.opset import PLAIN, choose_ops
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertForm
@@ -92,13 +94,14 @@ class Offload:
     ) -> None:
         """`forms` of the sparse layers: None = dense."""
         layers = tuple(i for i, sparse in enumerate(moe.layers) if sparse)
-        forms = forms or (ExpertForm.dense(hidden, moe.intermediate_size),) * len(layers)
+        forms = forms or (dense_form(moe, hidden, build),) * len(layers)
         shares, shards = zip(*(cut_expert(form, build.parallel) for form in forms))
-        self.shape = shape = ExpertShape(layers, moe.num_experts, shares, build.dtype, shards)
+        dtype = build.dtype if shares[0].scale_block is None else torch.uint8
+        self.shape = shape = ExpertShape(layers, moe.num_experts, shares, dtype, shards)
         self._whole, self._build = forms, build
         self._top_k, self._ops, self._device, self._options = moe.top_k, build.ops, device, options
         num_pieces = shape.num_pieces(options.piece_bytes)
-        self._piece_sizes = [form.numel // num_pieces for form in shares]  # numbers in a piece, by layer
+        self._piece_sizes = [form.length // num_pieces for form in shares]  # numbers in a piece, by layer
         self.cache = self._open_cache(num_pieces)
         self.stream = stream or open_copy_stream(device)
         pool = torch.empty(self.cache.num_buffers, shape.numel, dtype=shape.dtype, device=device.torch_device)
@@ -322,6 +325,7 @@ class Offload:
             "cached_slots": options.num_cached,
             "streaming_slots": options.num_streaming,
             "expert_bytes": self.shape.num_bytes,
+            "expert_dtype": "float8_e4m3fn" if self.shape.is_scaled else str(self.shape.dtype).removeprefix("torch."),
             "in_host_memory": store.num_in_memory,
             "on_disk": store.num_on_disk(self.cache.quotas()),
         }

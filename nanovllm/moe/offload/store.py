@@ -1,6 +1,7 @@
 """ExpertStore: where experts are while they are not on the device, in page-locked host memory or on disk.
 
-An expert is one block of numbers, [gate | up | down], the form it has in an expert buffer: one copy brings it there.
+An expert is one block of numbers, [gate | up | down], or of bytes with scales behind them (weights/expert_form.py), the
+form it has in an expert buffer: one copy brings it there.
 Its sizes are the layer's own (weights/expert_form.py): those of low-rank experts differ from layer to layer. One of
 several ranks of a tensor-parallel engine stores, and reads, its own share of each expert. Blocks are locked one by one
 until the limit is reached or the system refuses; the other experts stay in the model's files and are read when they
@@ -14,7 +15,8 @@ interrupt an expert without a block is read from its file.
 Files are read with `preadv`, not through a mapping: a file that shrinks while it is served is then an error with its
 name. Numbers of another dtype than the device computes in are converted chunk by chunk. Low-rank experts are stored in
 another form than they are computed in: from disk they are read and transposed a matrix at a time, into memory of its
-own. Correct, and slower still.
+own. Correct, and slower still. Of experts in 8-bit floats the scales stay in memory (a thousandth of the experts), and
+the bytes are read as they are; if the file has more bits, a matrix is quantised anew whenever it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -36,59 +38,17 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Shard
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
 from nanovllm.memory.budget import GIB, fit_host, gib
+from nanovllm.moe.offload.shape import ExpertShape
+from nanovllm.moe.scaled import by_part, part_target, put_scales, quantise_rows, scale_views, whole_shape
 from nanovllm.weights.checkpoint import Checkpoint
-from nanovllm.weights.expert_form import DOWN, ExpertForm
-from nanovllm.weights.loader import LoadTarget, OnDisk, ShardTarget, as_target
+from nanovllm.weights.fp8 import Fp8Blocks
+from nanovllm.weights.loader import LoadTarget, OnDisk, PackedTarget, ShardTarget, as_target
 from nanovllm.weights.shards import Location
 
 logger = logging.getLogger("nanovllm")
 
 CHUNK_BYTES = 16 << 20
 HOST_SHARE = 0.8  # of the memory that is available, if the user sets no limit
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """`numel` and `num_bytes` are those of the largest expert, of which every buffer has room for one."""
-
-    layers: tuple[int, ...]  # numbers of the sparse layers in the model
-    num_experts: int  # in one layer
-    forms: tuple[ExpertForm, ...]  # of the sparse layers; of this rank's share of an expert
-    dtype: torch.dtype
-    shards: tuple[dict[str, Shard], ...] = ()  # by layer: part -> which piece of the checkpoint's tensor that share is
-
-    @cached_property
-    def numel(self) -> int:
-        return max(form.numel for form in self.forms)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @cached_property
-    def layer_bytes(self) -> tuple[int, ...]:
-        """Of one expert, by layer."""
-        return tuple(form.numel * self.dtype.itemsize for form in self.forms)
-
-    def num_pieces(self, piece_bytes: int) -> int:
-        """Of an expert: whole pieces in every layer, so that bytes are counted exactly; 84 for Mixtral 8x7B."""
-        common = math.gcd(*(form.numel for form in self.forms))
-        num_pieces = min(-(-self.num_bytes // piece_bytes), common)
-        while common % num_pieces:
-            num_pieces += 1
-        return num_pieces
-
-    def shard(self, layer: int, part: str) -> Shard | None:
-        """None: the part is whole."""
-        found = self.shards[layer].get(part) if self.shards else None
-        return None if found is None or found.length == found.total else found
-
-    def views(self, block: torch.Tensor, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """gate_up [..., 2I, K] and down [..., rows, columns] of blocks [..., at least as many numbers as there are]."""
-        form, lead = self.forms[layer], block.shape[:-1]
-        split = 2 * form.intermediate * form.columns
-        gate_up = block[..., :split].view(*lead, 2 * form.intermediate, form.columns)
-        return gate_up, block[..., split : form.numel].view(*lead, *form.parts[DOWN])
 
 
 @dataclass
@@ -102,6 +62,7 @@ class _Part:
     """One of an expert's tensors on disk: its place in a file or, where that is another form, its name."""
 
     source: Location | str
+    rows: int
     columns: int  # numbers in a row of this rank's share
     shard: Shard | None  # which piece of the tensor that is; None: all
 
@@ -130,14 +91,17 @@ class ExpertStore:
         """`checkpoint`: where experts without room in host memory are read from; None = dummy weights, nowhere.
         `quotas`: how many of each layer the device can keep instead."""
         self.shape = shape
-        self._stream, self._checkpoint = stream, checkpoint
+        self._stream, self._checkpoint, self._device = stream, checkpoint, device.torch_device
         self._blocks: list[list[HostBlock]] = [[] for _ in shape.layers]  # by layer
         self.held: list[dict[int, HostBlock]] = [{} for _ in shape.layers]  # expert -> the one that holds it now
         self._saved: Mark | None = None
         self._files: dict[tuple[int, int], dict[str, _Part]] = {}  # (layer, expert) -> its parts on disk
+        # The same for 8-bit floats -> the bytes of its block from form.scales_start on
+        self._scales: dict[tuple[int, int], torch.Tensor] = {}
         self._open: dict[Path, int] = {}
         self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
-        self._converted: tuple[str, torch.Tensor] | None = None  # a matrix that several chunks take their numbers from
+        # A matrix that several chunks take their numbers from
+        self._converted: tuple[str | Location, torch.Tensor] | None = None
         self._chunks: list[_Chunk] = []
         self._next_chunk = 0
         try:
@@ -155,7 +119,7 @@ class ExpertStore:
         reason = f"the limit is {gib(host_bytes)}"
         for layer, expert in keys[: sum(fitting)]:
             try:
-                block = HostBlock(shape.forms[layer].numel, shape.dtype, device)
+                block = HostBlock(shape.forms[layer].length, shape.dtype, device)
             except MemoryError as error:
                 reason = f"the system refused more: {error}"
                 break
@@ -186,6 +150,9 @@ class ExpertStore:
             rest = f"except {num_rest - num_left} that the device has room for"
             logger.warning("%s whenever they are needed, %s. That is slow: %s", figures, rest, remedy)
         self._files = {key: {} for key in keys}
+        if self.shape.is_scaled:
+            ends = [form.length - form.scales_start for form in self.shape.forms]
+            self._scales = {key: torch.zeros(ends[key[0]], dtype=torch.uint8) for key in keys}
         size = min(CHUNK_BYTES // self.shape.dtype.itemsize, self.shape.numel)
         try:
             self._chunks = [_Chunk(HostBlock(size, self.shape.dtype, device)) for _ in range(2)]
@@ -206,33 +173,51 @@ class ExpertStore:
 
     def _expert_places(self, layer: int, expert: int) -> list[LoadTarget]:
         form, block = self.shape.forms[layer], self.held[layer].get(expert)
-        copies: list[torch.Tensor | ShardTarget | None] = [None] * 3
-        if block is not None:
+        copies: list[torch.Tensor | ShardTarget | PackedTarget | None] = [None] * 3
+        if block is not None and self.shape.is_scaled:
+            shards = [(part, self.shape.shard(layer, part)) for part in form.parts]
+            copies = [part_target(form, part, shard, block.tensor, self._device) for part, shard in shards]
+        elif block is not None:
             gate_up, down = self.shape.views(block.tensor, layer)
             targets = zip(form.parts, (*gate_up.split(form.intermediate), down))
             copies = [as_target(target, self.shape.shard(layer, part)) for part, target in targets]
         if not self._files:
             return [copy for copy in copies if copy is not None]
         places: list[LoadTarget] = []
-        for (part, size), copy in zip(form.parts.items(), copies):
-            shard, whole = self.shape.shard(layer, part), list(size)
-            if shard is not None:
-                whole[shard.dim] = shard.total
-            places.append(OnDisk(tuple(whole), partial(self._remember, (layer, expert), part), copy))
+        for part, copy in zip(form.parts, copies):
+            whole = whole_shape(form, part, self.shape.shard(layer, part))
+            places.append(OnDisk(whole, partial(self._remember, (layer, expert), part), copy))
         return places
 
     def _remember(self, key: tuple[int, int], part: str, name: str) -> None:
         assert self._checkpoint is not None
-        location = self._checkpoint.location(name)
-        columns, shard = self.shape.forms[key[0]].parts[part][1], self.shape.shard(key[0], part)
-        self._files[key][part] = _Part(name if location is None else location, columns, shard)
+        location = self._checkpoint.bytes_location(name) if self.shape.is_scaled else None
+        location = location or self._checkpoint.location(name)
+        if location is None and self._checkpoint.read_packed(name) is not None:
+            raise ConfigError(
+                f"{self._checkpoint.path}: {name} is quantised and would be expanded, and such experts cannot be read "
+                "from disk as they are needed; raise expert_host_gb until all fit, or leave quantization out"
+            )
+        sizes, shard = self.shape.forms[key[0]].parts[part], self.shape.shard(key[0], part)
+        self._files[key][part] = _Part(name if location is None else location, *sizes, shard)
         if location is None:
             return
         if location.path not in self._open:  # now: another file of that name may have other numbers later
             self._open[location.path] = _open_file(location.path)
-        if location.dtype != self.shape.dtype:  # a miss allocates nothing
+        if location.dtype != self.shape.dtype and not self.shape.is_scaled:  # a miss allocates nothing
             size = len(self._chunks[0].block.tensor) * location.dtype.itemsize
             self._raw = self._raw if len(self._raw) >= size else torch.empty(size, dtype=torch.uint8)
+        if self.shape.is_scaled:
+            self._remember_scales(key, part, name)
+
+    def _remember_scales(self, key: tuple[int, int], part: str, name: str) -> None:
+        assert self._checkpoint is not None
+        found, here = self._checkpoint.read_packed(name), self._files[key][part]
+        scale = by_part(*scale_views(self.shape.forms[key[0]], self._scales[key]))[part]
+        if isinstance(found, Fp8Blocks):
+            put_scales(scale, found if here.shard is None else found.cut(here.shard))
+        else:
+            self._quantise(here, scale)
 
     @property
     def num_blocks(self) -> list[int]:
@@ -272,8 +257,7 @@ class ExpertStore:
         if expert in self.held[layer]:
             self._stream.copy(memory[start:stop], self.held[layer][expert].tensor[start:stop])
             return
-        file = self._files[layer, expert]
-        assert len(file) == 3, "the loader recorded where each part is"
+        assert len(self._files[layer, expert]) == 3, "the loader recorded where each part is"
         while start < stop:
             end = min(stop, start + len(self._chunks[0].block.tensor))
             chunk = self._chunks[self._next_chunk]
@@ -281,35 +265,58 @@ class ExpertStore:
             if chunk.sent is not None:
                 self._stream.wait(chunk.sent)  # the buffer is still being read
             buffer = chunk.block.tensor[: end - start]
-            self._read(layer, file, start, buffer)
+            self._read(layer, expert, start, buffer)
             self._stream.copy(memory[start:end], buffer)
             chunk.sent = self._stream.mark_copies()
             start = end
 
-    def _read(self, layer: int, file: dict[str, _Part], start: int, buffer: torch.Tensor) -> None:
+    def _read(self, layer: int, expert: int, start: int, buffer: torch.Tensor) -> None:
         """Numbers from `start` of the block [gate | up | down]; a chunk may reach over two of them."""
-        begin = 0
-        for part, (rows, columns) in self.shape.forms[layer].parts.items():
+        form, file, begin = self.shape.forms[layer], self._files[layer, expert], 0
+        for part, (rows, columns) in form.parts.items():
             end = begin + rows * columns
             first, last = max(start, begin), min(start + len(buffer), end)
             if first < last:
                 self._read_part(file[part], first - begin, buffer[first - start : last - start])
             begin = end
+        first, last = max(start, form.scales_start), start + len(buffer)
+        if self.shape.is_scaled and first < last:
+            scales = self._scales[layer, expert]
+            buffer[first - start :].copy_(scales[first - form.scales_start : last - form.scales_start])
 
     def _read_part(self, part: _Part, start: int, buffer: torch.Tensor) -> None:
         location = part.source
         if isinstance(location, str):
             buffer.copy_(self._in_our_format(location, part.shard)[start : start + len(buffer)])
             return
+        if self.shape.is_scaled and location.dtype != buffer.dtype:
+            if self._converted is None or self._converted[0] != location:
+                self._converted = None  # before the next is allocated
+                self._converted = location, self._quantise(part)
+            buffer.copy_(self._converted[1][start : start + len(buffer)])
+            return
         raw = buffer
         if location.dtype != buffer.dtype:
             raw = self._raw[: len(buffer) * location.dtype.itemsize].view(location.dtype)
-        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize  # type: ignore[arg-type]
-        for first, count in part.spans(start, len(buffer)):
-            self._pread(location, location.offset + first * size, view[: count * size])
-            view = view[count * size :]
+        self._read_stored(part, location, start, raw)
         if raw is not buffer:
             buffer.copy_(raw)
+
+    def _read_stored(self, part: _Part, location: Location, start: int, raw: torch.Tensor) -> None:
+        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize  # type: ignore[arg-type]
+        for first, count in part.spans(start, len(raw)):
+            self._pread(location, location.offset + first * size, view[: count * size])
+            view = view[count * size :]
+
+    def _quantise(self, part: _Part, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The bytes of a matrix that is stored in more bits; its scales go to `scale`."""
+        assert isinstance(part.source, Location)
+        found = torch.empty(part.rows * part.columns, dtype=part.source.dtype)
+        self._read_stored(part, part.source, 0, found)
+        q = torch.empty(part.rows, part.columns, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(part.rows) if scale is None else scale
+        quantise_rows(found.view(q.shape), q, scale, self._device)
+        return q.view(torch.uint8).flatten()
 
     def _pread(self, location: Location, offset: int, view: memoryview) -> None:
         try:

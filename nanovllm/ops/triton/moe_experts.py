@@ -4,7 +4,7 @@
     decode, small steps  tiles     align, gate + up + SiLU, down + router weight
     large prefill        grouped   align, gather, PyTorch's product, SiLU, product, scatter (Hopper, bf16)
 
-Low-rank experts (a split x, a product `between`) take the first two only.
+Low-rank experts (a split x, a product `between`) take the first two only, and so do experts in 8-bit floats.
 
 Shapes of all buffers and grids follow from T, k and S, nothing waits for the host: every path can be captured. The rows
 of an expert are computed alike whatever other pairs are in the call, since tiles are chosen by T and not by the pairs.
@@ -12,18 +12,20 @@ of an expert are computed alike whatever other pairs are in the call, since tile
 
 import torch
 
+from nanovllm.ops.fp8 import ScaledStack
 from nanovllm.ops.triton.gemv import choose_block
 from nanovllm.ops.triton.moe_align import align
 from nanovllm.ops.triton.moe_gemm import between_gemm, down_gemm, gate_up_gemm
 from nanovllm.ops.triton.moe_gemv import between_gemv, down_gemv, gate_up_gemv
 from nanovllm.ops.triton.moe_grouped import grouped_pairs
 from nanovllm.ops.triton.moe_tiles import MoeShape, TileChoice, choose_tiles
+from nanovllm.ops.triton.moe_weights import stored_form
 
 
 def expert_pairs(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | ScaledStack,
+    down: torch.Tensor | ScaledStack,
     buffers: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -40,14 +42,17 @@ def expert_pairs(
         return out
     assert x.stride(1) == 1
     assert x.shape[1] == columns * (1 + is_split)
-    assert gate_up.stride()[1:] == (columns, 1)
-    assert down.stride()[1:] == (size, 1)
+    for stack in (gate_up, down):
+        numbers, scale, _, _ = stored_form(stack)
+        assert numbers[0].is_contiguous()
+        assert scale[0].is_contiguous()
     assert between is None or (between.is_contiguous() and between.shape == (size, twice // 2))
     assert all(tensor.is_contiguous() for tensor in (buffers, weights, out))
     if choice is None:
         is_low_rank = is_split or between is not None
         sizes = (down.shape[1], size) if is_low_rank else None
-        choice = choose_tiles(num_tokens, MoeShape(columns, twice // 2, top_k, x.dtype, sizes), x.device)
+        shape = MoeShape(columns, twice // 2, top_k, x.dtype, sizes, isinstance(gate_up, ScaledStack))
+        choice = choose_tiles(num_tokens, shape, x.device)
     if choice.kind == "gemv":
         active = gate_up_gemv(x, gate_up, buffers, (choice.gate_up.block_n, choice.gate_up.block_k))
         if between is not None:
@@ -56,6 +61,8 @@ def expert_pairs(
         return out
     rows = align(buffers, num_buffers, choice.block_m)
     if choice.kind == "grouped":
+        assert isinstance(gate_up, torch.Tensor)
+        assert isinstance(down, torch.Tensor)
         grouped_pairs(x, gate_up, down, rows, weights, out)
         return out
     active = gate_up_gemm(x, gate_up, rows, top_k, choice.block_m, choice.gate_up)

@@ -11,6 +11,10 @@ router's weight in fp32, and as no two pairs share an output the k results of a 
 Low-rank experts (`ops/moe.py`): with SPLIT, `up` reads the second half of a row of x. With SHARED, GEMM 2 is the
 product that stands between the two: one weight for all buffers, no router's weight, rows stay in sorted order.
 
+8-bit floats (FORM, SCALED: `moe_weights.py`): a tile is loaded as bytes, half as many, and converted to the dtype of x
+before its product. With scales of blocks each step of BLOCK_K columns, which lies in one block, is a sum of its own in
+registers, multiplied by the scale of its outputs and added: one multiplication for BLOCK_K products.
+
 A tile is one block of positions (one buffer, at most BLOCK_M rows) by BLOCK_N outputs, over all of K: every sum has one
 owner and one order. Nothing about a tile depends on other buffers' pairs but where it runs. That is the promise of
 `ops/moe.py`, and why K is never cut between programs by how many experts happen to be in the call.
@@ -33,9 +37,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.ops.fp8 import ScaledStack
 from nanovllm.ops.triton.common import dot, next_power_of_2, num_multiprocessors
 from nanovllm.ops.triton.moe_align import Alignment
 from nanovllm.ops.triton.moe_tiles import Tile
+from nanovllm.ops.triton.moe_weights import num_scales, scales_at, stored_form, to_float
 
 PROGRAMS_PER_SM = 16
 GROUP = 8
@@ -51,13 +57,25 @@ def _find_tile(tile, num_blocks, num_columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(ptrs, k, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, STREAM: tl.constexpr):
+def _load_tile(
+    ptrs, k, FLOAT: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, STREAM: tl.constexpr, FORM: tl.constexpr
+):
     """Weights [BLOCK_K, BLOCK_N]. STREAM: read once (decode), so they leave the cache first."""
     policy: tl.constexpr = "evict_first" if STREAM else ""
     if SIZE % BLOCK_K == 0:
-        return tl.load(ptrs + k[:, None], eviction_policy=policy)
+        w = tl.load(ptrs + k[:, None], eviction_policy=policy)
     else:
-        return tl.load(ptrs + k[:, None], mask=k[:, None] < SIZE, other=0.0, eviction_policy=policy)
+        w = tl.load(ptrs + k[:, None], mask=k[:, None] < SIZE, other=0, eviction_policy=policy)
+    return to_float(w, FLOAT, FORM)
+
+
+@triton.jit
+def _add(total, product, scale_ptrs, start, SCALED: tl.constexpr):
+    """The product of columns start .. start + BLOCK_K: of one block each, if these have scales."""
+    if SCALED > 1:
+        return total + product * tl.load(scale_ptrs + start // SCALED)[None, :]
+    else:
+        return total + product
 
 
 @triton.jit
@@ -69,10 +87,11 @@ def _load_rows(ptrs, k, valid, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
         return tl.load(ptrs + k[None, :], mask=valid[:, None] & (k[None, :] < SIZE), other=0.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["order_ptr", "blocks_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "order_ptr", "blocks_ptr"])
 def gate_up_kernel(
-    x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, out_ptr, x_stride, buffer_stride,
+    x_ptr, weight_ptr, scale_ptr, order_ptr, blocks_ptr, num_blocks_ptr, out_ptr, x_stride, buffer_stride, scale_stride,
     SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
+    FORM: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.load(num_blocks_ptr)
@@ -85,27 +104,36 @@ def gate_up_kernel(
         token = tl.load(order_ptr + row, mask=valid, other=0) // TOP_K
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         # Outputs past the end read row 0: cheaper than a mask on every weight.
-        gate_ptrs = weight_ptr + buffer * buffer_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
+        inside = tl.where(n < OUT_SIZE, n, 0)
+        gate_ptrs = weight_ptr + buffer * buffer_stride + inside[None, :] * SIZE
         up_ptrs = gate_ptrs + OUT_SIZE * SIZE
+        gate_scales = scales_at(scale_ptr + buffer * scale_stride, inside, SIZE, SCALED)
+        up_scales = gate_scales + num_scales(OUT_SIZE, SIZE, SCALED)
         x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, SIZE, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             x = _load_rows(x_ptrs, k, valid, SIZE, BLOCK_K)
-            gate += dot(x, _load_tile(gate_ptrs, k, SIZE, BLOCK_K, STREAM))
+            w = _load_tile(gate_ptrs, k, x.dtype, SIZE, BLOCK_K, STREAM, FORM)
+            gate = _add(gate, dot(x, w), gate_scales, start, SCALED)
             if SPLIT:
                 x = _load_rows(x_ptrs + SIZE, k, valid, SIZE, BLOCK_K)
-            up += dot(x, _load_tile(up_ptrs, k, SIZE, BLOCK_K, STREAM))
+            w = _load_tile(up_ptrs, k, x.dtype, SIZE, BLOCK_K, STREAM, FORM)
+            up = _add(up, dot(x, w), up_scales, start, SCALED)
+        if SCALED == 1:
+            gate *= tl.load(gate_scales)[None, :]
+            up *= tl.load(up_scales)[None, :]
         active = gate / (1.0 + tl.exp(-gate)) * up
         out_ptrs = out_ptr + row.to(tl.int64)[:, None] * OUT_SIZE + n[None, :]
         tl.store(out_ptrs, active.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < OUT_SIZE)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["order_ptr", "blocks_ptr", "weights_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "order_ptr", "blocks_ptr", "weights_ptr"])
 def down_kernel(
-    x_ptr, weight_ptr, order_ptr, blocks_ptr, num_blocks_ptr, weights_ptr, out_ptr, buffer_stride,
-    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SHARED: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, order_ptr, blocks_ptr, num_blocks_ptr, weights_ptr, out_ptr,
+    buffer_stride, scale_stride,
+    SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, SHARED: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.load(num_blocks_ptr)
@@ -121,13 +149,18 @@ def down_kernel(
         else:
             target = tl.load(order_ptr + row, mask=valid, other=0)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        weight_ptrs = weight_ptr + buffer * buffer_stride + tl.where(n < OUT_SIZE, n, 0)[None, :] * SIZE
+        inside = tl.where(n < OUT_SIZE, n, 0)
+        weight_ptrs = weight_ptr + buffer * buffer_stride + inside[None, :] * SIZE
+        scale_ptrs = scales_at(scale_ptr + buffer * scale_stride, inside, SIZE, SCALED)
         x_ptrs = x_ptr + row.to(tl.int64)[:, None] * SIZE
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, SIZE, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             x = _load_rows(x_ptrs, k, valid, SIZE, BLOCK_K)
-            total += dot(x, _load_tile(weight_ptrs, k, SIZE, BLOCK_K, STREAM))
+            w = _load_tile(weight_ptrs, k, x.dtype, SIZE, BLOCK_K, STREAM, FORM)
+            total = _add(total, dot(x, w), scale_ptrs, start, SCALED)
+        if SCALED == 1:
+            total *= tl.load(scale_ptrs)[None, :]
         if not SHARED:
             total *= tl.load(weights_ptr + target, mask=valid, other=0.0)[:, None]
         out_ptrs = out_ptr + target.to(tl.int64)[:, None] * OUT_SIZE + n[None, :]
@@ -135,20 +168,22 @@ def down_kernel(
 
 
 def gate_up_gemm(
-    x: torch.Tensor, weight: torch.Tensor, rows: Alignment, top_k: int, block_m: int, tile: Tile
+    x: torch.Tensor, weight: torch.Tensor | ScaledStack, rows: Alignment, top_k: int, block_m: int, tile: Tile
 ) -> torch.Tensor:
     """x [T, H] or [T, 2H], weight [S, 2I, H] -> [T * k, I] in sorted order."""
     size, out_size = weight.shape[2], weight.shape[1] // 2
     out = torch.empty((len(rows.order), out_size), dtype=x.dtype, device=x.device)
-    tensors = (x, weight, rows.order, rows.blocks, rows.num_blocks, out, x.stride(0), weight.stride(0))
-    facts = {"SIZE": size, "OUT_SIZE": out_size, "TOP_K": top_k, "SPLIT": x.shape[1] != size}
-    gate_up_kernel[_grid(rows, out_size, tile, x.device)](*tensors, **facts, **launch_options(block_m, size, tile))
+    numbers, scale, strides, form = stored_form(weight)
+    tensors = (x, numbers, scale, rows.order, rows.blocks, rows.num_blocks, out, x.stride(0), *strides)
+    facts = {"SIZE": size, "OUT_SIZE": out_size, "TOP_K": top_k, "SPLIT": x.shape[1] != size, **form}
+    options = launch_options(block_m, size, tile, form["SCALED"])
+    gate_up_kernel[_grid(rows, out_size, tile, x.device)](*tensors, **facts, **options)
     return out
 
 
 def down_gemm(
     active: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | ScaledStack,
     rows: Alignment,
     weights: torch.Tensor,
     out: torch.Tensor,
@@ -157,11 +192,12 @@ def down_gemm(
 ) -> None:
     """active [T * k, I] in sorted order, weight [S, H, I] -> out [T, k, H], times the router's weights. `weight` [H, I]
     is one for all buffers (SHARED): then the weights are not read, and out [T * k, H] is in sorted order."""
-    (out_size, size), is_shared = weight.shape[-2:], weight.dim() == 2
-    stride = 0 if is_shared else weight.stride(0)
-    tensors = (active, weight, rows.order, rows.blocks, rows.num_blocks, weights, out, stride)
-    facts = {"SIZE": size, "OUT_SIZE": out_size, "SHARED": is_shared}
-    down_kernel[_grid(rows, out_size, tile, out.device)](*tensors, **facts, **launch_options(block_m, size, tile))
+    (out_size, size), is_shared = weight.shape[-2:], len(weight.shape) == 2
+    numbers, scale, strides, form = stored_form(weight)
+    tensors = (active, numbers, scale, rows.order, rows.blocks, rows.num_blocks, weights, out, *strides)
+    facts = {"SIZE": size, "OUT_SIZE": out_size, "SHARED": is_shared, **form}
+    options = launch_options(block_m, size, tile, form["SCALED"])
+    down_kernel[_grid(rows, out_size, tile, out.device)](*tensors, **facts, **options)
 
 
 def between_gemm(active: torch.Tensor, weight: torch.Tensor, rows: Alignment, block_m: int, tile: Tile) -> torch.Tensor:
@@ -177,7 +213,8 @@ def _grid(rows: Alignment, out_size: int, tile: Tile, device: torch.device) -> t
     return (min(most, num_multiprocessors(device) * PROGRAMS_PER_SM),)
 
 
-def launch_options(block_m: int, size: int, tile: Tile) -> dict[str, int]:
-    block_k = min(tile.block_k, max(16, next_power_of_2(size)))
+def launch_options(block_m: int, size: int, tile: Tile, scaled: int = 0) -> dict[str, int]:
+    """`scaled`: columns of a block that has a scale, if more than one; a step does not reach over it."""
+    block_k = min(tile.block_k, max(16, next_power_of_2(size)), scaled if scaled > 1 else tile.block_k)
     blocks = {"BLOCK_M": block_m, "BLOCK_N": tile.block_n, "BLOCK_K": block_k, "GROUP": GROUP, "STREAM": block_m <= 32}
     return {**blocks, "num_warps": tile.num_warps, "num_stages": tile.num_stages}

@@ -63,6 +63,11 @@ class MoeShape:
     top_k: int
     dtype: torch.dtype
     down: tuple[int, int] | None = None  # low-rank experts: outputs and columns of the second product
+    eight_bits: bool = False  # of a weight; `dtype` is that of x
+
+    @property
+    def element_size(self) -> int:
+        return 1 if self.eight_bits else self.dtype.itemsize
 
 
 def choose_tiles(num_tokens: int, shape: MoeShape, device: torch.device) -> TileChoice:
@@ -111,18 +116,40 @@ def default_tiles(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> Ti
         choice = TileChoice("tiles", 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
     else:
         choice = TileChoice("tiles", 128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+    if shape.eight_bits:
+        choice = _eight_bits(choice)
     limit = SHARED.get(arch, LEAST_SHARED)
     rows = choice.block_m * (1 if shape.down is None else 2)  # low-rank: gate and up read rows of their own
     gate_up, down = fit(choice.gate_up, rows, 2, limit), fit(choice.down, choice.block_m, 1, limit)
     return TileChoice("tiles", choice.block_m, gate_up, down)
 
 
+def _eight_bits(choice: TileChoice) -> TileChoice:
+    """Not measured yet: cut so that registers hardly spill (ptxas: 52 bytes on sm_80, none on sm_90). If blocks have
+    scales, the sum of a step lies in registers beside the whole one, and converted numbers do in any case: so gate and
+    up take 64 outputs at most, and 64 columns where rows are many. Elsewhere 128 columns are the bytes of 64 numbers of
+    16 bits. `fit` counts 16 bits a weight: what bytes leave of that is the room for a tile that is converted."""
+    gate_up, down = choice.gate_up, choice.down
+    columns = 128 if choice.block_m < 64 else 64
+    return TileChoice(
+        choice.kind,
+        choice.block_m,
+        Tile(min(gate_up.block_n, 64), columns, gate_up.num_warps, gate_up.num_stages),
+        Tile(min(down.block_n, 128), 128, down.num_warps, down.num_stages),
+    )
+
+
 def _gemv_tiles(shape: MoeShape) -> TileChoice:
     """A large top_k goes with many experts: few tokens then hardly ever meet at one. Small experts take two outputs a
     warp (Qwen3-30B-A3B, one token: 15.5 + 9.1 us against 17.0 + 12.8)."""
     outputs, columns = shape.down or (shape.hidden, shape.size)
-    blocks = choose_block(1, shape.hidden, shape.size, True), choose_block(1, columns, outputs, False)
-    if shape.size <= 1024:
+    blocks = (
+        choose_block(1, shape.hidden, shape.size, True, shape.eight_bits),
+        choose_block(1, columns, outputs, False, shape.eight_bits),
+    )
+    if shape.size <= 1024 and shape.eight_bits:  # the same bytes; not measured yet
+        blocks = (2, min(2048, next_power_of_2(shape.hidden))), (4, min(512, next_power_of_2(columns)))
+    elif shape.size <= 1024:
         blocks = (2, min(1024, next_power_of_2(shape.hidden))), (2, min(512, next_power_of_2(columns)))
     return TileChoice("gemv", 1, *(Tile(*block, 1, 1) for block in blocks))
 
@@ -131,8 +158,9 @@ def uses_grouped(num_tokens: int, shape: MoeShape, arch: tuple[int, int]) -> boo
     """PyTorch's grouped product beats our tiles on Hopper where there are many rows of large experts (torch 2.11, one
     layer, TFLOP/s, tiles / grouped: Mixtral with 2,048 tokens 516 / 510, 4,096 551 / 611, 8,192 562 / 625; but
     Qwen3-30B-A3B with 8,192 tokens 491 / 416). Elsewhere it takes other dtypes or reads the sizes of the groups on the
-    host, which cannot be captured. It needs rows of whole 16 bytes, and gate and up that read the same ones."""
-    if shape.down is not None:
+    host, which cannot be captured. It needs rows of whole 16 bytes, gate and up that read the same ones, and weights in
+    the dtype of x."""
+    if shape.down is not None or shape.eight_bits:
         return False
     whole = shape.hidden % 8 == 0 and shape.size % 8 == 0 and shape.size >= GROUPED_SIZE
     return arch == (9, 0) and shape.dtype == torch.bfloat16 and whole and num_tokens * shape.top_k >= GROUPED_PAIRS
@@ -166,10 +194,11 @@ def sizes_to_warm(max_tokens: int, shape: MoeShape, device: torch.device) -> lis
 
 @functools.cache
 def _entries(shape: MoeShape, device: torch.device) -> tuple[tuple[int, TileChoice], ...]:
-    """(max_tokens, choice) of this shape on this card, in the order of tokens; none were measured for low-rank ones."""
+    """(max_tokens, choice) of this shape on this card, in the order of tokens; none were measured for low-rank ones.
+    `element_size` of experts in 8-bit floats is 1."""
     if device.type != "cuda" or shape.down is not None:
         return ()
-    key = (torch.cuda.get_device_name(device), shape.hidden, shape.size, shape.top_k, shape.dtype.itemsize)
+    key = (torch.cuda.get_device_name(device), shape.hidden, shape.size, shape.top_k, shape.element_size)
     found = [(tokens, choice) for entry_key, tokens, choice in read_table(TABLE) if entry_key == key]
     return tuple(sorted(found, key=lambda pair: pair[0]))
 
@@ -216,7 +245,7 @@ def _parse_tile(value: object, kind: str, where: str) -> Tile:
 
 def entry_of(device: str, shape: MoeShape, max_tokens: int, choice: TileChoice) -> dict[str, Any]:
     """What the table holds of a TileChoice: the inverse of reading it."""
-    key = (device, shape.hidden, shape.size, shape.top_k, shape.dtype.itemsize, max_tokens)
+    key = (device, shape.hidden, shape.size, shape.top_k, shape.element_size, max_tokens)
     tiles = {"gate_up": list(astuple(choice.gate_up)), "down": list(astuple(choice.down))}
     return {**dict(zip(KEY, key)), "kind": choice.kind, "block_m": choice.block_m, **tiles}
 

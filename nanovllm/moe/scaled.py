@@ -1,0 +1,142 @@
+"""Experts in 8-bit floats: matrices and scales in a block of bytes (weights/expert_form.py), and the loader's targets.
+Resident experts are a stack of such blocks, and offloaded ones pass through buffers of the same form."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.hardware.parallel import Shard
+from nanovllm.layers.build import Build
+from nanovllm.layers.scaled import EightBits, ScaledTarget
+from nanovllm.model_config import MoeConfig
+from nanovllm.ops import fp8
+from nanovllm.ops.fp8 import ScaledStack
+from nanovllm.weights.expert_form import DOWN, GATE, UP, ExpertForm
+from nanovllm.weights.fp8 import Fp8Blocks
+from nanovllm.weights.loader import Elsewhere, LoadTarget
+
+AT_ONCE = 4 << 20  # numbers that are quantised, some 12 bytes of the device's memory for each
+
+
+def dense_form(moe: MoeConfig, hidden: int, build: Build) -> ExpertForm:
+    """Of whole experts as this engine keeps them."""
+    scales = build.scaling
+    block = scales.block if scales is not None and scales.experts else None
+    return ExpertForm.dense(hidden, moe.intermediate_size, block)
+
+
+def expert_views(form: ExpertForm, block: torch.Tensor) -> tuple[Any, Any]:
+    """gate_up [..., 2I, K] and down [..., rows, columns] of blocks [..., form.length or more], as `expert_pairs`
+    takes them: tensors, or a ScaledStack each."""
+    lead, rows = block.shape[:-1], 2 * form.intermediate
+    split = rows * form.columns
+    gate_up = block[..., :split].view(*lead, rows, form.columns)
+    down = block[..., split : form.numel].view(*lead, *form.parts[DOWN])
+    if form.scale_block is None:
+        return gate_up, down
+    both, last = scale_views(form, block[..., form.scales_start : form.length])
+    return ScaledStack(gate_up.view(fp8.E4M3), both, num_parts=2), ScaledStack(down.view(fp8.E4M3), last)
+
+
+def scale_views(form: ExpertForm, tail: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of gate_up and of down, in the bytes of blocks from form.scales_start on."""
+    numbers, (rows, *columns) = tail.view(torch.float32), form.scale_shape(GATE)
+    split = 2 * rows * math.prod(columns)
+    both = numbers[..., :split].view(*tail.shape[:-1], 2 * rows, *columns)
+    return both, numbers[..., split : form.num_scales].view(*tail.shape[:-1], *form.scale_shape(DOWN))
+
+
+def by_part(gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Matrices of one expert, or their scales."""
+    gate, up = gate_up.chunk(2)
+    return {GATE: gate, UP: up, DOWN: down}
+
+
+def part_target(
+    form: ExpertForm, part: str, shard: Shard | None, block: torch.Tensor, device: torch.device
+) -> ScaledTarget:
+    """For the loader: a part of the expert in this block. Numbers of more bits are quantised on `device`."""
+    gate_up, down = expert_views(form, block[None])
+    q, scale = by_part(gate_up.q[0], down.q[0])[part], by_part(gate_up.scale[0], down.scale[0])[part]
+    return ScaledTarget(whole_shape(form, part, shard), shard, False, partial(_put, q, scale, device))
+
+
+def whole_shape(form: ExpertForm, part: str, shard: Shard | None) -> tuple[int, ...]:
+    """Of the checkpoint's tensor."""
+    whole = list(form.parts[part])
+    if shard is not None:
+        whole[shard.dim] = shard.total
+    return tuple(whole)
+
+
+def _put(q: torch.Tensor, scale: torch.Tensor, device: torch.device, name: str, found: Any) -> None:
+    if isinstance(found, Fp8Blocks):
+        q.copy_(found.q)
+        put_scales(scale, found)
+        return
+    assert scale.dim() == 1, f"{name}: only files that are all in blocks have scales of blocks"
+    quantise_rows(found, q, scale, device)
+
+
+def quantise_rows(found: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
+    """On the device: 59 million numbers, a matrix of Mixtral's, take a core of a host a third of a second."""
+    step = max(1, AT_ONCE // q.shape[1])
+    for start in range(0, len(q), step):
+        rows = slice(start, start + step)
+        numbers, factors = fp8.quantise(found[rows].to(device), 0)
+        q[rows].copy_(numbers)
+        scale[rows].copy_(factors[:, 0])
+
+
+def put_scales(scale: torch.Tensor, found: Fp8Blocks) -> None:
+    scale.copy_(found.scale if scale.dim() == 2 else found.row_scales())
+
+
+class ScaledExperts(EightBits):
+    """The experts of a layer that this rank has, one block after the other."""
+
+    pool: torch.Tensor
+
+    def __init__(
+        self, form: ExpertForm, shards: dict[str, Shard], here: range, num_experts: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.form, self._shards, self._here, self._num_experts = form, shards, here, num_experts
+        self.set_pool(torch.empty(len(here), form.length, dtype=torch.uint8, device=device))
+
+    def set_pool(self, pool: torch.Tensor) -> None:
+        self.register_buffer("pool", pool, persistent=False)
+        self.views, self.shape = expert_views(self.form, pool), (len(pool), self.form.numel)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pool.nbytes
+
+    def targets(self) -> dict[str, dict[str, LoadTarget]]:
+        """By the names that the stacks of experts in 16 bits have in their layer (moe/resident.py)."""
+        found: dict[str, dict[str, LoadTarget]] = {"gate_up.weight": {}, "down.weight": {}}
+        for expert in range(self._num_experts):
+            found["gate_up.weight"] |= {f"{expert}.{part}": self._target(expert, part) for part in (GATE, UP)}
+            found["down.weight"][str(expert)] = self._target(expert, DOWN)
+        return found
+
+    def _target(self, expert: int, part: str) -> LoadTarget:
+        shard = self._shards.get(part)
+        if expert not in self._here:
+            return Elsewhere(whole_shape(self.form, part, shard))
+        return part_target(self.form, part, shard, self.pool[expert - self._here.start], self.pool.device)
+
+
+def scaled_expert_targets(model: nn.Module) -> dict[str, dict[str, LoadTarget]]:
+    """Of all layers with resident experts in 8-bit floats."""
+    return {
+        f"{name.rpartition('.')[0]}.{parameter}": parts
+        for name, module in model.named_modules()
+        if isinstance(module, ScaledExperts)
+        for parameter, parts in module.targets().items()
+    }
