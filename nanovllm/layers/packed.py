@@ -19,7 +19,7 @@ from torch import nn
 from nanovllm.hardware.disk_memory import DiskMemory
 from nanovllm.hardware.huge_pages import HugePages
 from nanovllm.hardware.parallel import Shard
-from nanovllm.layers.scaled import ScaledWeight, scaled_weights
+from nanovllm.layers.parted import PartedWeight, parted_weights
 from nanovllm.ops.quant import BLOCK, FORMATS, LANES, MOVED, PackedMatrix, move_blocks, pack, quantise_matrix, stack
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.gguf_quants import StoredBlocks, split
@@ -177,12 +177,12 @@ def format_of(quantization: str, weight: PackedWeight) -> str | None:
 def formats_of(model: nn.Module) -> list[str]:
     matrices = (matrix for weight in packed_weights(model).values() for matrix in weight.matrices)
     found = {m.form.name if isinstance(m, PackedMatrix) else "float32" for m in matrices}
-    return sorted(found | {"FP8" for _ in scaled_weights(model)})
+    return sorted(found | {weight.form for weight in parted_weights(model).values()})
 
 
 def count_weights(model: nn.Module) -> tuple[int, int]:
     """(numbers, bytes) of a model's weights, quantised or not."""
-    packed: list[PackedWeight | ScaledWeight] = [*packed_weights(model).values(), *scaled_weights(model).values()]
+    packed: list[PackedWeight | PartedWeight] = [*packed_weights(model).values(), *parted_weights(model).values()]
     plain = list(model.parameters())
     numbers = sum(rows * columns for rows, columns in (weight.shape for weight in packed))
     num_bytes = sum(weight.num_bytes for weight in packed)
@@ -192,7 +192,7 @@ def count_weights(model: nn.Module) -> tuple[int, int]:
 def expected_bytes(model: nn.Module, quantization: str | None, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> int:
     """Of a model that is not loaded (built on torch's meta device): what `count_weights` will find."""
     size = sum(parameter.nbytes for parameter in model.parameters())
-    size += sum(weight.num_bytes for weight in scaled_weights(model).values())
+    size += sum(weight.num_bytes for weight in parted_weights(model).values())
     packed = packed_weights(model)
     found: list[tuple[tuple[int, ...], str | None]] = []  # (shape, format; None: float32)
     if quantization == "auto":

@@ -25,8 +25,10 @@ from nanovllm.hardware.huge_pages import HugePages, has_huge_pages
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.side_stream import side_stream
 from nanovllm.layers.build import Build
+from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.packed import Packing, mean_bytes
-from nanovllm.layers.scaled import ScaledLoading, Scales
+from nanovllm.layers.parted import PartedLoading
+from nanovllm.layers.scaled import Scales
 from nanovllm.layers.scaled_attention import scaled_layers
 from nanovllm.lowrank.checkpoint import RULES as SVD_RULES
 from nanovllm.model_config import ModelConfig
@@ -190,14 +192,14 @@ def _load(
     offload: Offload | None,
     packing: str | None,
     disk: DiskMemory | None,
-    scales: Scales | None,
+    scales: Scales | IntegerForm | None,
 ) -> None:
     places: dict[str, Any] = {} if offload is None else offload.places()
     checkpoint, scaled = blueprint.checkpoint, scaled_layers(model.layers)
     stored = {**checkpoint.packed_forms(), **checkpoint.quantised_types()}
-    packed: Packing | ScaledLoading | None = None if packing is None else Packing(model, packing, stored, disk)
+    packed: Packing | PartedLoading | None = None if packing is None else Packing(model, packing, stored, disk)
     if scales is not None:
-        packed = ScaledLoading(model)
+        packed = PartedLoading(model)
     if packed is not None:
         places = {**places, **packed.targets()}
     if blueprint.config.load_format == "dummy":

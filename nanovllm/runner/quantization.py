@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.scaled import Scales
 from nanovllm.layers.scaled_attention import ScaledAttention
 from nanovllm.model_config import ModelConfig
@@ -18,17 +19,56 @@ from nanovllm.ops.fp8 import BLOCK
 from nanovllm.ops.kv_cache import E4M3
 from nanovllm.ops.native.build import load_library
 from nanovllm.ops.opset import Ops
-from nanovllm.quantization_config import QuantizationConfig
+from nanovllm.quantization_config import AWQ, GPTQ, PACKED, QuantizationConfig
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.fp8 import Fp8Weight
 from nanovllm.weights.quantised import KV_SCALE
 
 logger = logging.getLogger("nanovllm")
 FP8_FORM = Fp8Weight.form
+FOUR_BITS = (AWQ, GPTQ, PACKED)
+INTEGERS = {"int4": 4, "int8": 8}  # quantization= -> bits
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # stay in 16 bits on a GPU
 FP8_NAMES = ("fp8", "fp8_e4m3")  # vLLM's, for the same
 
 
-def choose_scales(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool) -> Scales | None:
+def choose_scales(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool
+) -> Scales | IntegerForm | None:
+    """Of matrices in fewer bits on a GPU; None: they are not."""
+    return _choose_floats(config, model, checkpoint, is_gpu) or _choose_integers(config, model, checkpoint, is_gpu)
+
+
+def _choose_integers(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool
+) -> IntegerForm | None:
+    wanted = config.quantization
+    if not is_gpu or wanted not in ("auto", *INTEGERS):
+        return None
+    if wanted in INTEGERS:
+        if why := why_not_integers(model):
+            raise ConfigError(f"quantization={wanted!r}: {why}, or leave quantization out")
+        return IntegerForm(INTEGERS[wanted], has_offset=wanted == "int4", quantises=True)
+    if config.load_format == "dummy" or why_not_integers(model):
+        return None
+    stored = QuantizationConfig.from_hf(checkpoint.config)
+    if stored is not None:
+        is_packed = stored.form in FOUR_BITS and bool(checkpoint.packed_forms())
+        return IntegerForm(4, stored.group_size, not stored.symmetric) if is_packed else None
+    types = {name: kind for name, kind in checkpoint.quantised_types().items() if name not in TABLES}
+    return IntegerForm.of_gguf(list(types.values())) if types else None
+
+
+def why_not_integers(model: ModelConfig) -> str:
+    """On a GPU, with the remedy; empty: products with integers of 4 and 8 bits can be computed."""
+    if importlib.util.find_spec("triton") is None:
+        return "products with integers of 4 and 8 bits need triton (pip install triton)"
+    if model.moe is not None:
+        return "on a GPU experts are not computed in integers; use a model without, or set device='cpu'"
+    return ""
+
+
+def _choose_floats(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool) -> Scales | None:
     """None: matrices are not in 8-bit floats."""
     wanted, forms = config.quantization, set(checkpoint.packed_forms().values())
     if wanted == "fp8":
@@ -55,14 +95,14 @@ def why_not_fp8(model: ModelConfig, is_gpu: bool) -> str:
 def choose_packing(config: EngineConfig, checkpoint: Checkpoint, is_gpu: bool, ops: Ops) -> str | None:
     """None: numbers of `dtype`, as in a safetensors file. Else what layers/packed.py:Packing takes."""
     wanted = config.quantization
-    if wanted in ("none", "fp8"):
+    if wanted in ("none", "fp8") or is_gpu:
         return None
-    why = why_not_quantised(is_gpu, ops)
+    why = why_not_quantised(ops)
     if wanted != "auto":
         if why:
             raise ConfigError(f"quantization={wanted!r}: {why}, or leave quantization out")
         return wanted
-    if is_gpu or config.load_format == "dummy" or not checkpoint.quantised_types():
+    if config.load_format == "dummy" or not checkpoint.quantised_types():
         return None
     if config.enable_eplb:  # config.py refuses it with int8 and int4
         why = why or "experts move between ranks as numbers of dtype; leave enable_eplb out"
@@ -72,11 +112,17 @@ def choose_packing(config: EngineConfig, checkpoint: Checkpoint, is_gpu: bool, o
 
 
 def report_stored(
-    checkpoint: Checkpoint, packing: str | None, scales: Scales | None, dtype: torch.dtype, uses_kv_scales: bool
+    checkpoint: Checkpoint,
+    packing: str | None,
+    scales: Scales | IntegerForm | None,
+    dtype: torch.dtype,
+    uses_kv_scales: bool,
 ) -> None:
-    """What of a quantised safetensors file is not computed as it is stored."""
-    forms = checkpoint.packed_forms()
-    if forms and packing is None and scales is None:
+    """What of a quantised file is not computed as it is stored."""
+    forms = checkpoint.packed_forms() or checkpoint.quantised_types()
+    if scales is not None:
+        forms = {name: kind for name, kind in checkpoint.quantised_types().items() if name in TABLES}
+    if forms and packing is None:
         size = sum(math.prod(checkpoint.shape(name)) for name in forms) * dtype.itemsize / 1e9
         form, what = ", ".join(sorted(set(forms.values()))), str(dtype).removeprefix("torch.")
         text = "%d matrices stored as %s are expanded to %s: %.2f GB in memory, of all ranks together"
@@ -85,12 +131,10 @@ def report_stored(
         logger.info("%d scales of activations or of a KV cache are not used: %s, ...", len(unused), unused[0])
 
 
-def why_not_quantised(is_gpu: bool, ops: Ops) -> str:
-    """With the remedy; empty: quantised products can be computed."""
+def why_not_quantised(ops: Ops) -> str:
+    """On a CPU, with the remedy; empty: quantised products can be computed."""
     if ops.quantised:
         return ""
-    if is_gpu:
-        return "products with integers of 4 and 8 bits run on a CPU only; set device='cpu', or quantization='fp8'"
     library = load_library()
     if isinstance(library, str):
         return f"products with quantised weights need compiled C code: {library}"

@@ -6,9 +6,11 @@
     Q4_1                        4     32               m / d + 8
     Q4_K                        4     32, sub-blocks   8 - (dmin minimum) / (d scale)
     Q8_0                        8     32               none
+    Q5_0, Q5_1, Q5_K            8     32               as in 4 bits; the fields have room to spare, which costs memory
+    Q6_K                        8     16               none
 
 Groups are runs of inputs. Where they are not (GPTQ's act-order), the inputs are sorted by group and `order` says where
-each came from: x gets the same order before the product. What this form cannot hold is a reason, in words.
+each came from: x gets the same order before the product.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import torch
 from nanovllm.weights.four_bits import BLOCK, MAX_SHIFT, MIDDLE, Grouped, in_blocks
 from nanovllm.weights.gguf_quants import StoredBlocks, split
 
-KINDS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q8_0": 8}  # types of GGUF that stay as they are -> bits
+# GGUF's type -> bits here, and the q that means zero or, with a minimum, the middle
+KINDS = {"Q4_0": (4, 8), "Q4_1": (4, 8), "Q4_K": (4, 8), "Q8_0": (8, 0)}
+KINDS |= {"Q5_0": (8, 16), "Q5_1": (8, 16), "Q5_K": (8, 16), "Q6_K": (8, 32)}
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class IntegerGroups:
     """w[o, i] = scale[o, i // group] (q[o, i] - 2^(bits - 1)) + offset[o, i // group]"""
 
     bits: int
-    group: int  # inputs, a multiple of 32; the last group may have fewer
+    group: int  # inputs, a multiple of 32 (of 16 in 8 bits); the last group may have fewer
     q: torch.Tensor  # uint8 [outputs, inputs]
     scale: torch.Tensor  # float32 [outputs, groups]
     offset: torch.Tensor | None
@@ -69,9 +73,10 @@ class IntegerGroups:
 
     @property
     def fits_half(self) -> bool:
-        """Whether scale and offset in float16 leave the weights where they are (four_bits.py)."""
-        steps = self.scale.norm()
-        moved = (self.scale.half().float() - self.scale).abs() * 2 ** (self.bits - 1)
+        """Whether scale and offset in float16 leave the weights where they are (four_bits.py). Of types with 8 bits in
+        use the scale is float16 in the file; those with 6 have at most 32 steps on each side."""
+        steps, reach = self.scale.norm(), MIDDLE if self.bits == 4 else 32
+        moved = (self.scale.half().float() - self.scale).abs() * reach
         if self.offset is not None:
             moved = moved + (self.offset.half().float() - self.offset).abs()
         return bool(moved.norm() <= MAX_SHIFT * steps)  # NaN: no
@@ -96,20 +101,25 @@ def from_grouped(found: Grouped) -> IntegerGroups | str:
     return IntegerGroups(4, size * BLOCK, q, scale, offset, order)
 
 
-def from_blocks(found: StoredBlocks) -> IntegerGroups | str:
-    """A reason for types that are not in KINDS."""
+def from_blocks(found: StoredBlocks) -> IntegerGroups:
     name = found.kind.name
-    if name not in KINDS:
-        return f"{name} is expanded: {', '.join(KINDS)} are computed as stored"
+    bits, middle = KINDS[name]
     q, header = split(found.raw, found.kind)
-    d, *more = (part.contiguous().view(torch.float16).squeeze(-1).float() for part in header[:2])
-    offset = None
-    if name == "Q8_0":
-        q = q ^ 0x80
-    elif name == "Q4_1":
-        offset = more[0] + MIDDLE * d
-    elif name == "Q4_K":
-        scale, minimum = (part.float() for part in header[2:])  # [outputs, blocks, 8]
-        offset = (MIDDLE * (d[..., None] * scale) - more[0][..., None] * minimum).flatten(1)
-        d = (d[..., None] * scale).flatten(1)
-    return IntegerGroups(KINDS[name], BLOCK, q, d, offset)
+    d, *minimum = (_halves(part) for part in header[: 1 if name == "Q6_K" else 2])
+    scale, offset = d, None
+    if name == "Q6_K":
+        scale = (d[..., None] * header[1].view(torch.int8).float()).flatten(1)  # [outputs, blocks, 16]
+    elif name.endswith("_K"):
+        scale, least = (part.float() for part in header[2:])  # [outputs, blocks, 8]
+        scale = (d[..., None] * scale).flatten(1)
+        offset = middle * scale - (minimum[0][..., None] * least).flatten(1)
+    elif name.endswith("_1"):
+        offset = minimum[0] + middle * d
+    if (shift := 2 ** (bits - 1) - middle) != 0:
+        q = q + shift  # of Q8_0, whose bytes have a sign, modulo 256
+    return IntegerGroups(bits, q.shape[1] // scale.shape[1], q, scale, offset)
+
+
+def _halves(part: torch.Tensor) -> torch.Tensor:
+    """[outputs, blocks, 2 bytes] -> float32 [outputs, blocks]"""
+    return part.contiguous().view(torch.float16).squeeze(-1).float()

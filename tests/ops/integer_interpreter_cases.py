@@ -49,7 +49,7 @@ WEIGHTS = {
     "no offset": (41, 320, 64, 4, False),  # 10 runs: a step covers more
     "act-order": (24, 96, 32, 4, True, True),
     "last group": (24, 192, 128, 4, True),  # of half the inputs
-    "8 bits": (24, 160, 32, 8, False),
+    "8 bits": (24, 160, 16, 8, False),
     "8 bits offset": (24, 96, 96, 8, True),  # one scale a row
 }
 
@@ -58,20 +58,19 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_few_rows(name, rows):
     weight = integer_weight(*WEIGHTS[name])
     outputs, size = weight.shape
     x, gain, plain = torch.randn(rows, size), torch.randn(size), integers.expand(weight, torch.float32)
     close(t_integers.integer_gemv(x, weight), x @ plain.T)
-    if rows in (1, 3):
-        bias, residual = torch.randn(outputs), torch.randn(rows, outputs)
-        close(t_integers.integer_gemv(x, weight, bias, residual=residual), x @ plain.T + bias + residual)
-        if outputs % 2 == 0:
-            gate, up = (norm.rms_norm(x, gain, 1e-5) @ plain.T + bias).chunk(2, dim=1)
-            got = t_integers.integer_gemv(x, weight, bias, norm=(gain, 1e-5), gated=True)
-            close(got, torch.nn.functional.silu(gate) * up)
+    bias, residual = torch.randn(outputs), torch.randn(rows, outputs)
+    close(t_integers.integer_gemv(x, weight, bias, residual=residual), x @ plain.T + bias + residual)
+    if outputs % 2 == 0:
+        gate, up = (norm.rms_norm(x, gain, 1e-5) @ plain.T + bias).chunk(2, dim=1)
+        got = t_integers.integer_gemv(x, weight, bias, norm=(gain, 1e-5), gated=True)
+        close(got, torch.nn.functional.silu(gate) * up)
 
 
 def test_few_rows_of_long_inputs():
@@ -79,7 +78,7 @@ def test_few_rows_of_long_inputs():
     weight = integer_weight(5, 2048 + 96, 32)
     x = torch.randn(2, weight.shape[1])
     close(t_integers.integer_gemv(x, weight), x @ integers.expand(weight, torch.float32).T)
-    close(t_integers.integer_gemv(x, weight, block=(2, 16)), x @ integers.expand(weight, torch.float32).T)
+    close(t_integers.integer_gemv(x, weight, block=(2, 64)), x @ integers.expand(weight, torch.float32).T)
 
 
 @pytest.mark.parametrize(("rows", "splits"), [(3, 1), (8, 2), (9, 3), (17, 1), (64, 2), (65, 1)])

@@ -4,19 +4,19 @@
 out^T = W x^T: the weight is the left operand, because that one may stay in registers (Hopper's instruction takes the
 right one from shared memory only), and because the right one may be 8 columns wide: 3 to 8 rows of x waste nothing.
 
-A program owns BLOCK_N outputs of BLOCK_M rows. A step reads BLOCK_W words of each output and goes through the places of a
-word: place j of BLOCK_W words is a tile [BLOCK_N, BLOCK_W] of numbers, and the inputs that they belong to are runs of
-x of as many neighbours as a run has words, 4 in 4 bits. So a step is eight products (four in 8 bits) with eight tiles of
-x. Each word goes through shared memory packed, once, and is unpacked where the tensor cores want it:
+A program owns BLOCK_N outputs of BLOCK_M rows. A step reads BLOCK_W words of each output and goes through the places
+of a word: place j of BLOCK_W words is a tile [BLOCK_N, BLOCK_W] of numbers, and the inputs that they belong to are
+runs of x of as many neighbours as a run has words, 4 in 4 bits. So a step is eight products (four in 8 bits) with
+eight tiles of x. Each word goes through shared memory packed, once, and is unpacked where the tensor cores want it:
 
     v = 1 + q / 2^bits (shift, mask, `integers.py`), w = a v + b in fp32, rounded to x's dtype (half an instruction)
 
-3.5 instructions a weight, whatever the rows; a weight is the number that the expanded one would be. With G = 128 a step of
-16 words is one group: a and b are one number an output. With smaller groups each word loads its own.
+3.5 instructions a weight, whatever the rows; a weight is the number that the expanded one would be. With G = 128 a
+step of 16 words is one group: a and b are one number an output. With smaller groups each word loads its own.
 
-Few outputs leave multiprocessors idle: 4096 outputs are 64 programs, an H200 has 132 multiprocessors. Then the inputs are
-cut into `splits` pieces, each program writes its sums in fp32, and a second kernel adds them in the order of the pieces
-and rounds once. So the output does not depend on which program ends first, as it would with atomic additions.
+Few outputs leave multiprocessors idle: 4096 outputs are 64 programs, an H200 has 132 multiprocessors. Then the inputs
+are cut into `splits` pieces, each program writes its sums in fp32, and a second kernel adds them in the order of the
+pieces and rounds once. So the output does not depend on which program ends first, as it would with atomic additions.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.integers import RUN
+from nanovllm.ops import integers
 from nanovllm.ops.triton.common import (
+    INTERPRETED,
     dependent_launch,
     dot,
     next_power_of_2,
@@ -38,19 +39,35 @@ from nanovllm.ops.triton.common import (
 )
 
 ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
-INPUTS = tl.constexpr(RUN)
+LANE_WORDS = tl.constexpr(integers.LANE_WORDS)
 
 
 @triton.jit
 def mantissa(words, PLACE: tl.constexpr, BITS: tl.constexpr):
-    """1 + q / 2^BITS of the numbers at one place of the words, fp32."""
+    """1 + q / 2^BITS of the numbers at one place of the words, fp32. LOP3 masks and sets the exponent at once; the
+    compiler makes two instructions of `&` and `|` with constants."""
     SHIFT: tl.constexpr = 23 - BITS - BITS * PLACE
     if SHIFT >= 0:
         moved = words << SHIFT
     else:
         moved = words >> -SHIFT  # what an arithmetic shift brings in from above is masked
-    top = moved & ((2**BITS - 1) << (23 - BITS))
-    return (top | ONE).to(tl.float32, bitcast=True)
+    if INTERPRETED:
+        bits = (moved & ((2**BITS - 1) << (23 - BITS))) | ONE
+    elif BITS == 4:
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x780000, 0x3F800000, 0xEA;", "=r,r", [moved], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x7F8000, 0x3F800000, 0xEA;", "=r,r", [moved], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_input(w, BITS: tl.constexpr):
+    """The input at place 0 of word w; that at place j is LANE_WORDS * j further."""
+    return w // LANE_WORDS * (LANE_WORDS * 32 // BITS) + w % LANE_WORDS
 
 
 @triton.jit
@@ -65,9 +82,15 @@ def factors(scale, offset, BITS: tl.constexpr, HAS_OFFSET: tl.constexpr):
 
 @triton.jit
 def _load_tile(
-    pointers, n, w, SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr,
+    pointers,
+    n,
+    w,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
-):  # fmt: skip
+):
     """Words w of outputs n, and their a and b, which are [BLOCK_N, 1] where a step lies within one group."""
     words_ptr, scale_ptr, offset_ptr = pointers
     NUM_WORDS: tl.constexpr = SIZE * BITS // 32
@@ -82,7 +105,7 @@ def _load_tile(
         scale = tl.load(scale_ptr + place)
         offset = tl.load(offset_ptr + place) if HAS_OFFSET else scale
     else:
-        place = n[:, None] * NUM_GROUPS + (w // GROUP_WORDS)[None, :]
+        place = n[:, None] * NUM_GROUPS + (first_input(w, BITS) // GROUP)[None, :]
         ok = w[None, :] < NUM_WORDS
         scale = tl.load(scale_ptr + place, mask=ok, other=0.0)
         offset = tl.load(offset_ptr + place, mask=ok, other=0.0) if HAS_OFFSET else scale
@@ -90,32 +113,49 @@ def _load_tile(
     return words, a, b
 
 
-@triton.jit(do_not_specialize=["num_rows", "split_words"])
+@triton.jit(do_not_specialize=["num_rows", "split_steps"])
 def integer_matmul_kernel(
-    x_ptr, words_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr, num_rows, out_size, x_stride, split_words,
-    SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    offset_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    out_size,
+    x_stride,
+    split_steps,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     start_next(DEPENDENT)
     wait_for_last(DEPENDENT)
     NUM_WORDS: tl.constexpr = SIZE * BITS // 32
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = tl.program_id(2) * split_words
+    NUM_STEPS: tl.constexpr = (NUM_WORDS + BLOCK_W - 1) // BLOCK_W
+    first = tl.program_id(2) * split_steps
     # Outputs past the end read row 0: cheaper than a mask on every weight.
     rows = tl.where(n < out_size, n, 0).to(tl.int64)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(first, tl.minimum(first + split_words, NUM_WORDS), BLOCK_W):
-        w = start + tl.arange(0, BLOCK_W)
+    for step in tl.range(first, tl.minimum(first + split_steps, NUM_STEPS)):
+        w = step * BLOCK_W + tl.arange(0, BLOCK_W)  # a multiple of 16 begins it: loads are as wide as can be
         pointers = (words_ptr, scale_ptr, offset_ptr)
         words, a, b = _load_tile(pointers, rows, w, SIZE, BITS, GROUP, BLOCK_W, HAS_OFFSET)
-        k = w // BITS * INPUTS + w % BITS
+        k = first_input(w, BITS)
         ok = (m < num_rows)[:, None]
         if NUM_WORDS % BLOCK_W != 0:
             ok = ok & (w < NUM_WORDS)[None, :]
         for j in tl.static_range(32 // BITS):
-            x = tl.load(x_ptrs + (k + BITS * j)[None, :], mask=ok, other=0.0)
+            x = tl.load(x_ptrs + (k + LANE_WORDS * j)[None, :], mask=ok, other=0.0)
             weight = (mantissa(words, j, BITS) * a + b).to(x.dtype)
             total += dot(weight, tl.trans(x))
     if HAS_BIAS:
@@ -128,9 +168,16 @@ def integer_matmul_kernel(
 
 @triton.jit(do_not_specialize=["num", "num_splits"])
 def add_splits_kernel(
-    partial_ptr, bias_ptr, out_ptr, num, num_splits, out_size,
-    TILE: tl.constexpr, HAS_BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    num,
+    num_splits,
+    out_size,
+    TILE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     start_next(DEPENDENT)
     wait_for_last(DEPENDENT)
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -145,10 +192,19 @@ def add_splits_kernel(
 
 @triton.jit
 def expand_kernel(
-    words_ptr, scale_ptr, offset_ptr, out_ptr, out_size,
-    SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    scale_ptr,
+    offset_ptr,
+    out_ptr,
+    out_size,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     start_next(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -156,18 +212,19 @@ def expand_kernel(
     pointers = (words_ptr, scale_ptr, offset_ptr)
     words, a, b = _load_tile(pointers, rows, w, SIZE, BITS, GROUP, BLOCK_W, HAS_OFFSET)
     wait_for_last(DEPENDENT)  # the buffer may be in use until here
-    k = w // BITS * INPUTS + w % BITS
+    k = first_input(w, BITS)
     ok = (n < out_size)[:, None] & (w < SIZE * BITS // 32)[None, :]
     for j in tl.static_range(32 // BITS):
         weight = mantissa(words, j, BITS) * a + b
         tl.store(
-            out_ptr + rows[:, None] * SIZE + (k + BITS * j)[None, :], weight.to(out_ptr.dtype.element_ty), mask=ok
+            out_ptr + rows[:, None] * SIZE + (k + LANE_WORDS * j)[None, :], weight.to(out_ptr.dtype.element_ty), mask=ok
         )
 
 
 def form_of(weight: Any) -> dict[str, Any]:
     """What every kernel is told about the weight."""
-    return {"SIZE": weight.shape[1], "BITS": weight.bits, "GROUP": weight.group, "HAS_OFFSET": weight.offset is not None}
+    facts = {"SIZE": weight.shape[1], "BITS": weight.bits, "GROUP": weight.group}
+    return {**facts, "HAS_OFFSET": weight.offset is not None}
 
 
 def tensors_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -203,10 +260,23 @@ def integer_matmul(
     partial = out if splits == 1 else torch.empty((splits, rows, out_size), dtype=torch.float32, device=x.device)
     pointer = x if bias is None else bias
     integer_matmul_kernel[(triton.cdiv(out_size, block_n), triton.cdiv(rows, block_m), splits)](
-        x, *tensors_of(weight), pointer, partial, rows, out_size, x.stride(0), per_split * block_w, **form_of(weight),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_W=block_w, HAS_BIAS=bias is not None and splits == 1,
-        num_warps=4 if block_m <= 64 else 8, num_stages=choose_stages(block_m), **launch,
-    )  # fmt: skip
+        x,
+        *tensors_of(weight),
+        pointer,
+        partial,
+        rows,
+        out_size,
+        x.stride(0),
+        per_split,
+        **form_of(weight),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_W=block_w,
+        HAS_BIAS=bias is not None and splits == 1,
+        num_warps=4 if block_m <= 64 else 8,
+        num_stages=choose_stages(block_m),
+        **launch,
+    )
     if splits > 1:
         tile, num = 512, rows * out_size
         grid = (triton.cdiv(num, tile),)
@@ -219,7 +289,7 @@ def integer_matmul(
 def choose_tile(rows: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, BLOCK_W). 16 words an output are 64 bytes, whole sectors of memory, and in 4 bits a group of
     128. Of many rows more outputs share a tile of x."""
-    block_m = min(128, max(8, next_power_of_2(rows)))
+    block_m = min(128, max(16, next_power_of_2(rows)))
     return block_m, 64 if block_m <= 64 else 128, 16
 
 
