@@ -41,13 +41,16 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(build, "choose_packing", lambda *_: None)
     monkeypatch.setattr(build, "choose_scales", lambda config, model, files, _: choose(config, model, files, True))
     calls: dict[str, int] = {}
-    for module, name in ((integers, "integer_gemv"), (integers, "integer_matmul"), (integers, "expand_words")):
 
-        def counted(*args: Any, real: Callable[..., Any] = getattr(module, name), name: str = name, **more: Any) -> Any:
+    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
             calls[name] = calls.get(name, 0) + 1
             return real(*args, **more)
 
-        monkeypatch.setattr(module, name, counted)
+        return call
+
+    for name in ("integer_gemv", "integer_matmul", "expand_words"):
+        monkeypatch.setattr(integers, name, counted(name, getattr(integers, name)))
     return calls
 
 

@@ -273,7 +273,7 @@ def integer_matmul(
         BLOCK_N=block_n,
         BLOCK_W=block_w,
         HAS_BIAS=bias is not None and splits == 1,
-        num_warps=4 if block_m <= 64 else 8,
+        num_warps=choose_warps(block_m),
         num_stages=choose_stages(block_m),
         **launch,
     )
@@ -291,6 +291,10 @@ def choose_tile(rows: int) -> tuple[int, int, int]:
     128. Of many rows more outputs share a tile of x."""
     block_m = min(128, max(16, next_power_of_2(rows)))
     return block_m, 64 if block_m <= 64 else 128, 16
+
+
+def choose_warps(block_m: int) -> int:
+    return 4 if block_m <= 64 else 8
 
 
 def choose_stages(block_m: int) -> int:
