@@ -288,19 +288,22 @@ def integer_matmul(
 
 def choose_tile(rows: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, BLOCK_W). 16 words an output are 64 bytes, whole sectors of memory, and in 4 bits a group of
-    128. Of many rows more outputs share a tile of x."""
+    128. Every program reads all rows of x: at 64 rows and 64 outputs a program that is four times the bytes of the
+    weight, from the L2 cache, so outputs are twice as many where rows are."""
     block_m = min(128, max(16, next_power_of_2(rows)))
-    return block_m, 64 if block_m <= 64 else 128, 16
+    return block_m, 64 if block_m == 16 else 128, 16
 
 
 def choose_warps(block_m: int) -> int:
-    return 4 if block_m <= 64 else 8
+    """Four for each 64 outputs, which is what Hopper's instruction takes at once."""
+    return 4 if block_m == 16 else 8
 
 
 def choose_stages(block_m: int) -> int:
-    """Steps in flight. A step of 64 outputs is 4 KB of words, and eight tiles of x of 32 bytes a row: as many bytes as
-    fit are requested ahead, and three programs share a multiprocessor's 227 KB at few rows."""
-    return 5 if block_m <= 16 else 4 if block_m <= 32 else 3 if block_m <= 64 else 2
+    """Steps in flight. A step is 64 bytes an output and 256 bytes a row: 8 KB at 16 rows and 64 outputs, 40 KB at 128
+    and 128. As many as leave room for two programs or more in the 227 KB of a multiprocessor (H200), and for one in 99
+    KB (RTX 4090)."""
+    return {16: 5, 32: 4, 64: 3}.get(block_m, 2)
 
 
 def choose_splits(tiles: int, steps: int, num_multiprocessors: int) -> int:
