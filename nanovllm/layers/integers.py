@@ -7,17 +7,20 @@ inputs in different orders (act-order), or where scales are beyond float16."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from nanovllm.layers.parted import PartedWeight
+from nanovllm.layers.parted import PartedWeight, parted_weights
 from nanovllm.ops import integers
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.four_bits import Grouped
+from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.integer_groups import KINDS, IntegerGroups, from_blocks, from_grouped
 from nanovllm.weights.loader import PackedTarget
+from nanovllm.weights.rules import Rule, find_destination
 
 
 @dataclass(frozen=True)
@@ -51,34 +54,44 @@ class Expanded:
 
 
 @dataclass(frozen=True)
+class BlockPiece:
+    """Blocks of a GGUF file, and which of their columns are this rank's."""
+
+    blocks: StoredBlocks
+    start: int
+    length: int
+
+    def groups(self, device: torch.device) -> IntegerGroups | Expanded:
+        """Taken apart on the device: on a host that would take longer than reading the file."""
+        whole, last = from_blocks(replace(self.blocks, raw=self.blocks.raw.to(device))), self.start + self.length
+        if self.start % integers.BLOCK == 0 and self.length % integers.BLOCK == 0:
+            return whole.columns(self.start, self.length)
+        why = f"expanded: a rank has columns {self.start} to {last}, no multiples of {integers.BLOCK}"
+        return Expanded(whole.expanded()[:, self.start : last], why)
+
+
+@dataclass(frozen=True)
 class IntegerTarget(PackedTarget):
     """Reads integers as they are stored, and cuts a rank's part out of them."""
 
     def fill(self, name: str, checkpoint: Checkpoint) -> None:
         packed = checkpoint.read_packed(name) if self.as_stored else None
-        shard, found = self.shard, None
+        blocks = checkpoint.read_blocks(name) if self.as_stored and packed is None else None
+        first, last = (0, 0), self.shape
+        if self.shard is not None:
+            dim, start, stop = self.shard.dim, self.shard.start, self.shard.start + self.shard.length
+            first = (start, 0) if dim == 0 else (0, start)
+            last = (stop, self.shape[1]) if dim == 0 else (self.shape[0], stop)
+        found: Any = None
         if isinstance(packed, Grouped):
-            if shard is not None:
-                cut = slice(shard.start, shard.start + shard.length)
-                packed = packed.narrow(cut, slice(None)) if shard.dim == 0 else packed.narrow(slice(None), cut)
-            made = from_grouped(packed)
-            found = Expanded(packed.expanded(), made) if isinstance(made, str) else made
-        elif self.as_stored and packed is None and (blocks := checkpoint.read_blocks(name)) is not None:
-            if shard is not None and shard.dim == 0:
-                blocks = blocks.cut(shard) or blocks
-            found = from_blocks(blocks)
-            if shard is not None and shard.dim == 1:
-                found = self._columns(found, shard.start, shard.length)
+            found = packed.narrow(slice(first[0], last[0]), slice(first[1], last[1]))
+        elif blocks is not None:
+            rows = replace(blocks, raw=blocks.raw[first[0] : last[0]])
+            found = BlockPiece(rows, first[1], last[1] - first[1])
         if found is None:
             super().fill(name, checkpoint)
         else:
-            self.take(name, found)  # type: ignore[arg-type]
-
-    def _columns(self, found: IntegerGroups, start: int, length: int) -> IntegerGroups | Expanded:
-        if start % integers.BLOCK == 0 and length % integers.BLOCK == 0:
-            return found.columns(start, length)
-        why = f"expanded: a rank has columns {start} to {start + length}, no multiples of {integers.BLOCK}"
-        return Expanded(found.expanded()[:, start : start + length], why)
+            self.take(name, found)
 
 
 class IntegerWeight(PartedWeight):
@@ -92,31 +105,46 @@ class IntegerWeight(PartedWeight):
         self, parts: dict[str, int], columns: int, form: IntegerForm, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(parts, columns, dtype, device)
-        self._quantises, self.bits, self.group = form.quantises, form.bits, form.group or columns
-        self.as_stored = not form.quantises
-        groups = (self.shape[0], -(-columns // self.group))
+        self._quantises, self.as_stored = form.quantises, not form.quantises
+        for name in ("words", "scale", "offset", "order"):
+            self.register_buffer(name, None, persistent=False)
+        self._allocate(form)
 
-        def empty(sizes: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(sizes, dtype=dtype, device=device)
+    def _allocate(self, form: IntegerForm) -> None:
+        """Before loading: kernels are compiled meanwhile, by their shapes."""
+        (rows, columns), device = self.shape, self._device
+        self.bits, self.group = form.bits, form.group or columns
+        groups = (rows, -(-columns // self.group))
+        self.words = torch.empty((rows, columns * self.bits // 32), dtype=torch.int32, device=device)
+        self.scale = torch.empty(groups, dtype=torch.float16, device=device)
+        self.offset = torch.empty(groups, dtype=torch.float16, device=device) if form.has_offset else None
 
-        # Before loading too: kernels are compiled meanwhile, by their shapes.
-        self.register_buffer("words", empty((self.shape[0], columns * self.bits // 32), torch.int32), persistent=False)
-        self.register_buffer("scale", empty(groups, torch.float16), persistent=False)
-        offset = empty(groups, torch.float16) if form.has_offset else None
-        self.register_buffer("offset", offset, persistent=False)
-        self.register_buffer("order", None, persistent=False)
+    def expect(self, types: list[str | None]) -> None:
+        """Before loading: those of its parts in a GGUF file; None: floats."""
+        forms = [IntegerForm.of_gguf([name]) for name in types if name is not None]
+        if len(forms) == len(types):
+            groups = (form.group or self.shape[1] for form in forms)
+            has_offset = any(form.has_offset for form in forms)
+            self._allocate(IntegerForm(max(form.bits for form in forms), math.gcd(*groups), has_offset))
+        else:
+            self.plain = torch.empty(self.shape, dtype=self._dtype, device=self._device)
+            self._empty()
 
-    def _prepare(self, found: IntegerGroups | Expanded | torch.Tensor) -> IntegerGroups | Expanded:
-        """On the device at once: a file's numbers in a byte each are small, those of all parts in floats are not."""
-        rest = self.shape[1] % integers.BLOCK
-        if rest:
-            numbers = found if isinstance(found, torch.Tensor) else found.expanded()
-            return Expanded(numbers, f"expanded: a row of {self.shape[1]} is no multiple of {integers.BLOCK}")
-        if isinstance(found, torch.Tensor):
+    def _prepare(self, found: Any) -> IntegerGroups | Expanded:
+        """`found`: BlockPiece, Grouped, or a tensor of floats."""
+        columns, device = self.shape[1], self._device
+        if isinstance(found, BlockPiece):
+            found = found.groups(device)
+        elif isinstance(found, Grouped):
+            found = replace(found, q=found.q.to(device), scale=found.scale.to(device), zero=found.zero.to(device))
+            groups = from_grouped(found)
+            found = Expanded(found.expanded(), groups) if isinstance(groups, str) else groups
+        elif isinstance(found, torch.Tensor):
+            if columns % integers.BLOCK:
+                return Expanded(found, f"a row of {columns} is no multiple of {integers.BLOCK}")
             if not self._quantises:
                 return Expanded(found, f"the file has {str(found.dtype).removeprefix('torch.')}")
-            q, scale, offset = integers.quantise(found.to(self._device), self.bits)
-            return IntegerGroups(self.bits, integers.BLOCK, q, scale, offset)
+            found = IntegerGroups(self.bits, integers.BLOCK, *integers.quantise(found.to(device), self.bits))
         if isinstance(found, IntegerGroups) and not found.fits_half:
             return Expanded(found.expanded(), "expanded: its scales are too small or too large for float16")
         return found
@@ -135,7 +163,7 @@ class IntegerWeight(PartedWeight):
         wide = [part.in_groups(group) for part in wide]
         self.bits, self.group, self.order = bits, group, self._moved(orders[0])
         # One part after the other, straight to where it stays: no second copy of the whole.
-        self.words = self._stack(self.words, [integers.pack_words(part.q.to(self._device), bits) for part in wide])
+        self.words = self._stack(self.words, [integers.pack_words(part.q, bits) for part in wide])
         self.scale = self._stack(self.scale, [part.scale for part in wide])
         if all(part.offset is None for part in wide):
             self.offset = None
@@ -167,3 +195,18 @@ class IntegerWeight(PartedWeight):
         if self.plain is not None:
             return str(self.plain.dtype).removeprefix("torch.")
         return f"int{self.bits}-{self.group}"
+
+
+def expect_types(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> None:
+    """Gives the weights of a model that is to be loaded from a GGUF file the forms that they will have there."""
+    parted = parted_weights(model).items()
+    weights = {name: weight for name, weight in parted if isinstance(weight, IntegerWeight) and weight.as_stored}
+    if not weights or checkpoint.packed_forms():
+        return
+    types, found = checkpoint.quantised_types(), dict[str, list[str | None]]()
+    for name in checkpoint.names():
+        place = find_destination(rules, name)
+        if place is not None and place.parameter in weights:
+            found.setdefault(place.parameter, []).append(types.get(name))
+    for name, parts in found.items():
+        weights[name].expect(parts)

@@ -25,7 +25,7 @@ from nanovllm.hardware.huge_pages import HugePages, has_huge_pages
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.side_stream import side_stream
 from nanovllm.layers.build import Build
-from nanovllm.layers.integers import IntegerForm
+from nanovllm.layers.integers import IntegerForm, expect_types
 from nanovllm.layers.packed import Packing, mean_bytes
 from nanovllm.layers.parted import PartedLoading
 from nanovllm.layers.scaled import Scales
@@ -132,6 +132,7 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None]) -> Transfo
     _warn(blueprint, placement)
     experts = None if blueprint.low_rank is None else blueprint.low_rank.resident
     model = blueprint.make_model(build, experts if offload is None else offload.experts)
+    expect_types(model, blueprint.checkpoint, model.rules)
     with logged("weights loaded and kernels compiled"):
         wait_for_kernels = _compile_ahead(blueprint, model)
         disk = DiskMemory(cache_folder()) if placement == "disk" else None

@@ -89,7 +89,7 @@ def from_grouped(found: Grouped) -> IntegerGroups | str:
         order = torch.argsort(group, stable=True)
         group, q = group[order], q[:, order]
     if not in_blocks(group):
-        return f"its groups of {inputs} inputs are no runs of whole blocks of {BLOCK}"
+        return f"expanded: its groups of {inputs} inputs are no runs of whole blocks of {BLOCK}"
     runs = group[::BLOCK]
     size = int((runs == runs[0]).sum())  # blocks of the first group
     if torch.equal(runs, runs[0] + torch.arange(len(runs)) // size):

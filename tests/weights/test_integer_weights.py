@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
-from nanovllm.layers.integers import IntegerForm, IntegerWeight
+from nanovllm.layers.integers import IntegerForm, IntegerWeight, expect_types
 from nanovllm.layers.packed import count_weights, formats_of
 from nanovllm.layers.parted import PartedLoading, parted_weights
 from nanovllm.model_config import ModelConfig
@@ -109,7 +109,8 @@ def test_groups_that_are_no_runs() -> None:
     assert found.order is not None
     torch.testing.assert_close(found.expanded(), shuffled.expanded())
     assert (
-        from_grouped(grouped(4, torch.arange(96) // 48)) == "its groups of 96 inputs are no runs of whole blocks of 32"
+        from_grouped(grouped(4, torch.arange(96) // 48))
+        == "expanded: its groups of 96 inputs are no runs of whole blocks of 32"
     )
     assert isinstance(from_grouped(grouped(4, torch.arange(72) // 36)), str)
 
@@ -201,12 +202,16 @@ def model_of(path: Path, form: IntegerForm | None, parallel: Parallel | None = N
     build = Build(torch.float32, CPU, ops, parallel or Parallel(), scaling=form)
     model = find_family(config)(config, Parts(build, SdpaBackend(), 64)).eval()
     loading = PartedLoading(model)
+    expect_types(model, checkpoint, model.rules)
+    expected = count_weights(model)[1]
     if dummy:
         load_dummy(model, 0, loading.targets())
     else:
         load_weights(model, checkpoint, model.rules, loading.targets())
     if form is not None:
         loading.report()
+        if str(path).endswith(".gguf"):
+            assert count_weights(model)[1] == expected
     checkpoint.close()
     return model
 
