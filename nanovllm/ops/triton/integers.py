@@ -1,27 +1,30 @@
 """Products with a weight of small integers (twin, form and place of the bits: `ops/integers.py`), by the rows of x.
 
     1 and 2        `integer_gemv` below: one warp, sums in fp32
-    3 to 255       `integers_matmul.py`: the weight is unpacked in registers for the tensor cores
-    256 and more   the weight is expanded to 16 bits in a buffer, then cuBLAS: see EXPANDED_ROWS
-    before sm_80   `integer_gemv` up to 8 rows, then the buffer: Triton's dot products run on ordinary cores there
+    3 to 256       `integers_matmul.py`: the weight is unpacked in registers for the tensor cores
+    more           the weight is expanded to 16 bits in a buffer, then cuBLAS: see MATMUL_ROWS
+    before sm_80   `integer_gemv` up to 8 rows, two at a time, then the buffer: Triton's dot products run on ordinary
+                   cores there
 
 None of the kernels has been timed on a card yet; the constants are reasoned, and the reasons stand beside them.
 
-The matrix-vector product. A program is one warp and owns BLOCK_N outputs; it reads RUNS runs of 32 inputs of each at
-once (16 bytes a lane in 4 bits, neighbouring lanes neighbouring runs) before it waits: BLOCK_N * RUNS * 16 bytes in
-flight, 4 KB as chosen below, 8 to 16 warps on a multiprocessor. Half of the 24 KB that hide the memory's latency come
-from the next step, whose loads the compiler moves up.
+The matrix-vector product. A program is one warp and owns BLOCK_N outputs; it requests BLOCK_W words of each (16 bytes a
+lane, neighbouring lanes neighbouring bytes) before it waits: 4 KB as chosen below, and the next 4 KB, whose loads the
+compiler moves up. With 8 warps on a multiprocessor, as many as 255 registers a lane leave room for, that is more than
+the 24 KB that hide the memory's latency (gemv.py). No two programs share an output, and nothing goes through shared
+memory: the only exchange between lanes is the last sum.
 
-In 4 bits the arithmetic is as scarce as the bytes. An H200 starts 3e13 instructions of a lane a second; at 70 % of its
+In 4 bits instructions are as scarce as bytes. An H200 starts 3e13 instructions of a lane a second; at 70 % of its
 bandwidth 6.2e12 weights arrive, so a weight may cost 4.8. An integer becomes a float without a conversion, which would
 cost two: its bits are put at the top of the mantissa of 1.0 (a shift, and one LOP3 for mask and exponent together), so
 
     v = 1 + q / 2^bits        w = scale (q - middle) + offset = a v + b,    a = 2^bits scale,  b = offset - 1.5 a
 
-and over a run, whose inputs share a and b:  sum_i w[i] x[i] = a sum_i v[i] x[i] + b sum_i x[i]. The inner loop is the
-shift, the LOP3 and a multiply-add; scale and offset cost a few instructions for 32 weights, and an offset next to
-nothing. The sum of x and its conversion are shared by the BLOCK_N outputs. v is between 1 and 2 and w is found as a
-difference, which loses four bits of fp32's 24, on sums of products that have 8 or 11.
+and over the inputs of four words, which share a and b:  sum_i w[i] x[i] = a sum_i v[i] x[i] + b sum_i x[i]. The inner
+loop is the shift, the LOP3 and a multiply-add. Scale and offset cost a few instructions for 32 weights, the offset next
+to nothing. The sum of x and its conversion are shared by the BLOCK_N outputs: 4.2 instructions a weight in all, as
+compiled for sm_90. v is between 1 and 2 and w is found as a difference, which loses four of fp32's 24 bits, on sums of
+products with 8 or 11.
 
 Two rows cost one more multiply-add a weight. From three on the tensor cores multiply.
 """

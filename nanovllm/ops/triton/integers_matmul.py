@@ -1,22 +1,23 @@
 """Products of some rows with a weight of small integers on the tensor cores, and the weight expanded for many rows
 (form and place of the bits: `ops/integers.py`; who calls: `integers.py`).
 
-out^T = W x^T: the weight is the left operand, because that one may stay in registers (Hopper's instruction takes the
-right one from shared memory only), and because the right one may be 8 columns wide: 3 to 8 rows of x waste nothing.
+out^T = W x^T: the weight is the left operand, because that one may stay in registers; Hopper's instruction takes the
+right one from shared memory only.
 
-A program owns BLOCK_N outputs of BLOCK_M rows. A step reads BLOCK_W words of each output and goes through the places
-of a word: place j of BLOCK_W words is a tile [BLOCK_N, BLOCK_W] of numbers, and the inputs that they belong to are
-runs of x of as many neighbours as a run has words, 4 in 4 bits. So a step is eight products (four in 8 bits) with
-eight tiles of x. Each word goes through shared memory packed, once, and is unpacked where the tensor cores want it:
+A program owns BLOCK_N outputs of BLOCK_M rows. A step reads BLOCK_W words of each output and goes through the places of
+a word: place j of BLOCK_W words is a tile [BLOCK_N, BLOCK_W] of numbers, and the inputs that they belong to are a tile
+[BLOCK_M, BLOCK_W] of x, in pieces of four neighbours. So a step is eight products (four in 8 bits). Words are copied to
+shared memory packed, several steps ahead, and unpacked where the tensor cores want them:
 
-    v = 1 + q / 2^bits (shift, mask, `integers.py`), w = a v + b in fp32, rounded to x's dtype (half an instruction)
+    v = 1 + q / 2^bits (a shift and a LOP3, `integers.py`), w = a v + b in fp32, then x's dtype (half an instruction)
 
-3.5 instructions a weight, whatever the rows; a weight is the number that the expanded one would be. With G = 128 a
-step of 16 words is one group: a and b are one number an output. With smaller groups each word loads its own.
+A weight is rounded to the same number that expanding it gives; the work does not grow with the rows up to BLOCK_M. With
+groups of 128 a step of 16 words is one group in 4 bits: a and b are one number an output. With smaller groups each word
+loads its own.
 
 Few outputs leave multiprocessors idle: 4096 outputs are 64 programs, an H200 has 132 multiprocessors. Then the inputs
-are cut into `splits` pieces, each program writes its sums in fp32, and a second kernel adds them in the order of the
-pieces and rounds once. So the output does not depend on which program ends first, as it would with atomic additions.
+are cut into pieces, each program writes its sums in fp32, and a second kernel adds them in the order of the pieces and
+rounds once. So the output does not depend on which program ends first, as it would with atomic additions.
 """
 
 from __future__ import annotations
