@@ -20,6 +20,7 @@ from nanovllm.layers.build import Build
 from nanovllm.layers.integers import IntegerForm, IntegerWeight, expect_types
 from nanovllm.layers.packed import count_weights, formats_of
 from nanovllm.layers.parted import PartedLoading, parted_weights
+from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts
@@ -306,6 +307,17 @@ def test_ranks_cut_groups_at_borders_of_32(tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(numbers(each), torch.cat(cut), rtol=2e-3, atol=1e-3)
             is_row = layer.shards.get("") is not None
             assert (each.plain is None) == (name != "gptq-act-order" or not is_row), place
+
+
+@pytest.mark.parametrize(("form", "name"), [((4, 32, True), "int4-32"), ((4, 64, True), "int4-64"), ((8,), "int8-32")])
+def test_bytes_are_known_before(tmp_path: Path, form: tuple[Any, ...], name: str) -> None:
+    """Of a model in 16 bits beside them, as on a GPU (memory/facts.py)."""
+    hf_model(Variant("Llama", SIZES), 0).save_pretrained(tmp_path)
+    config = ModelConfig.from_hf(open_checkpoint(tmp_path).config)
+    scaling = IntegerForm(*form) if len(form) > 1 else IntegerForm(8, 32, False)
+    build = Build(torch.bfloat16, torch.device("meta"), PLAIN, Parallel(), scaling=scaling)
+    model = find_family(config)(config, Parts(build, SdpaBackend(), 64))
+    assert count_weights(model)[1] == ModelFacts(config, 2, quantization=name).dense_bytes
 
 
 def test_dummy_weights_are_quantised(tmp_path: Path) -> None:
