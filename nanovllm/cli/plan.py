@@ -82,7 +82,7 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     from nanovllm.engine.defaults import resolve_max_model_len
     from nanovllm.lowrank.folder import low_rank_forms
     from nanovllm.models.registry import find_family
-    from nanovllm.runner.quantization import choose_kv_dtype
+    from nanovllm.runner.quantization import choose_kv_dtype, choose_scales
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model
 
@@ -90,6 +90,7 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     try:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         forms = low_rank_forms(checkpoint.path, model)
+        scales = choose_scales(config, model, checkpoint, True)
     finally:
         checkpoint.close()
     find_family(model)  # an architecture that this engine does not have is refused here, not after a download
@@ -97,7 +98,8 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     trained = resolve_max_model_len(replace(config, max_model_len=None), model)
     dtype = torch.float32 if config.dtype == "float32" else torch.float16
     choose_kv_dtype(config, model, True, dtype)  # refuses what no GPU has
-    return ModelFacts(model, dtype.itemsize, trained, forms, kv_cache_dtype=config.kv_cache_dtype)
+    stored = "none" if scales is None else scales.name
+    return ModelFacts(model, dtype.itemsize, trained, forms, quantization=stored, kv_cache_dtype=config.kv_cache_dtype)
 
 
 def command(estimate: Estimate) -> str:

@@ -32,6 +32,11 @@ class IntegerForm:
     has_offset: bool = True
     quantises: bool = False  # whatever the file has is quantised, in groups of 32; otherwise floats stay
 
+    @property
+    def name(self) -> str:
+        """In memory/facts.py."""
+        return f"int{self.bits}-{self.group}"
+
     @classmethod
     def of_gguf(cls, types: list[str]) -> IntegerForm:
         """That of most matrices: kernels are compiled for it while the file is read."""

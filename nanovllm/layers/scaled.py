@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,8 @@ class Scales:
 
     block: int = 0  # a scale for each block of so many rows and columns; 0: for each row
     quantises: bool = False  # numbers of a file in 16 or 32 bits are quantised; otherwise they stay
+
+    name: ClassVar[str] = "fp8"  # in memory/facts.py
 
     def weight(self, parts: dict[str, int], columns: int, dtype: torch.dtype, device: torch.device) -> PartedWeight:
         return ScaledWeight(parts, columns, self, dtype, device)

@@ -13,6 +13,7 @@ import torch
 
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.cli.facts import describe_packing, quantised_products
+from nanovllm.cli.plan import read_facts
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.parallel import Parallel
@@ -328,6 +329,8 @@ def test_dummy_weights_are_quantised(tmp_path: Path) -> None:
 
 def test_what_is_chosen(tmp_path: Path) -> None:
     quantised, plain = write_folders(tmp_path, "Llama", SIZES, FORMATS["awq"][0])
+    assert read_facts(EngineConfig(model=str(quantised))).quantization == "int4-64"
+    assert read_facts(EngineConfig(model=str(plain))).quantization == "none"
     assert choose(plain) is None
     assert choose(quantised, is_gpu=False) is None
     assert choose(quantised, quantization="none") is None
