@@ -166,31 +166,24 @@ class IntegerWeight(PartedWeight):
         wide = [part if part.bits == bits else part.in_bits(bits) for part in parts]
         group = math.gcd(*(part.group for part in parts))
         wide = [part.in_groups(group) for part in wide]
-        self.bits, self.group, self.order = bits, group, self._moved(orders[0])
-        # One part after the other, straight to where it stays: no second copy of the whole.
-        self.words = self._stack(self.words, [integers.pack_words(part.q, bits) for part in wide])
-        self.scale = self._stack(self.scale, [part.scale for part in wide])
-        if all(part.offset is None for part in wide):
+        form = IntegerForm(bits, group, any(part.offset is not None for part in wide))
+        if self.form != form.name:  # another one was expected
+            self.plain = None
+            self._allocate(form)
+        if not form.has_offset:
             self.offset = None
-        else:
-            offsets = [torch.zeros_like(p.scale) if p.offset is None else p.offset for p in wide]
-            self.offset = self._stack(self.offset, offsets)
-        return ""
-
-    def _moved(self, order: torch.Tensor | None) -> torch.Tensor | None:
-        return None if order is None else order.to(self._device)
-
-    def _stack(self, memory: torch.Tensor | None, parts: list[torch.Tensor]) -> torch.Tensor:
-        """In the memory that is there, where it has the shape."""
-        rows, columns = sum(map(len, parts)), parts[0].shape[1]
-        if memory is None or memory.shape != (rows, columns):
-            dtype = torch.float16 if memory is None else memory.dtype
-            memory = torch.empty((rows, columns), dtype=dtype, device=self._device)
+        elif self.offset is None:
+            self.offset = torch.empty_like(self.scale)
+        self.order = None if orders[0] is None else orders[0].to(self._device)
         start = 0
-        for part in parts:
-            memory[start : start + len(part)].copy_(part)
-            start += len(part)
-        return memory
+        for part in wide:
+            rows = slice(start, start + len(part.q))
+            self.words[rows].copy_(integers.pack_words(part.q, bits))
+            self.scale[rows].copy_(part.scale)
+            if self.offset is not None:
+                self.offset[rows].copy_(torch.zeros_like(part.scale) if part.offset is None else part.offset)
+            start = rows.stop
+        return ""
 
     def _empty(self) -> None:
         self.words, self.scale, self.offset, self.order = self.words.new_empty(0), self.scale.new_empty(0), None, None
