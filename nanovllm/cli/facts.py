@@ -23,7 +23,7 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
-from nanovllm.layers.integers import IntegerForm, expect_types
+from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.packed import count_weights, expected_bytes
 from nanovllm.layers.scaled import Scales
 from nanovllm.model_config import ModelConfig
@@ -78,7 +78,6 @@ def collect(config: EngineConfig) -> dict[str, Any]:
         build = Build(dtype, torch.device("meta"), ops, Parallel(), packs=packing is not None, scaling=scales)
         experts = None if low_rank is None else low_rank.resident
         skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts))
-        expect_types(skeleton, checkpoint, skeleton.rules)
         weight_bytes = expected_bytes(skeleton, packing, checkpoint, skeleton.rules)
         packing_words = describe_packing(packing, scales, checkpoint)
     finally:

@@ -19,6 +19,7 @@ from torch import nn
 from nanovllm.hardware.disk_memory import DiskMemory
 from nanovllm.hardware.huge_pages import HugePages
 from nanovllm.hardware.parallel import Shard
+from nanovllm.layers.integers import expect_types
 from nanovllm.layers.parted import PartedWeight, parted_weights
 from nanovllm.ops.quant import BLOCK, FORMATS, LANES, MOVED, PackedMatrix, move_blocks, pack, quantise_matrix, stack
 from nanovllm.weights.checkpoint import Checkpoint
@@ -191,6 +192,7 @@ def count_weights(model: nn.Module) -> tuple[int, int]:
 
 def expected_bytes(model: nn.Module, quantization: str | None, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> int:
     """Of a model that is not loaded (built on torch's meta device): what `count_weights` will find."""
+    expect_types(model, checkpoint, rules)
     size = sum(parameter.nbytes for parameter in model.parameters())
     size += sum(weight.num_bytes for weight in parted_weights(model).values())
     packed = packed_weights(model)
