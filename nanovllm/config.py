@@ -24,6 +24,7 @@ SPECIAL_TOKENS_IN_TEXT = ("allow", "refuse", "escape")
 POLICIES = ("fcfs", "sjf", "priority")
 EXPERT_PLACEMENTS = ("auto", "resident", "offload")
 EXPERT_POLICIES = ("lfu", "lru", "none")
+SPECULATIVE_METHODS = ("ngram",)
 EXECUTORS = ("local", "mp", "multiprocess", "ray", "torchrun")
 LATENT_BACKENDS = ("triton.mla", "torch.mla")  # for latent attention (DeepSeek), which the others do not compute
 ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math", *LATENT_BACKENDS)
@@ -79,6 +80,26 @@ def _flat_eplb(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+SPECULATIVE_NAMES = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+
+
+def _flat_speculation(given: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's speculative_config, a dictionary, as the options of this engine."""
+    known = ("method", *SPECULATIVE_NAMES)
+    if not isinstance(given, dict) or not given.keys() <= {*known, "model"}:
+        raise ConfigError(f"speculative_config={given!r}: must be a dictionary with some of {', '.join(known)}")
+    if given.get("model") not in (None, "ngram", "[ngram]"):  # older scripts name the method so
+        raise ConfigError(f"speculative_config={given!r}: there are no draft models; the method 'ngram' needs none")
+    method = given.get("method") or ("ngram" if given.get("model") else None)
+    if method is None:
+        raise ConfigError(f"speculative_config={given!r}: has no method; possible: {', '.join(SPECULATIVE_METHODS)}")
+    found = {"speculative_method": method, **{name: given[name] for name in SPECULATIVE_NAMES if name in given}}
+    for name, value in found.items():
+        if options.get(name) not in (None, value):
+            raise ConfigError(f"{name}={options[name]!r} and speculative_config={given!r} differ: give one")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of `LLM(...)`. docs/options.md explains each in plain words."""
@@ -102,6 +123,12 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     max_wait_steps: int | None = 64  # sjf: a waiting request is passed over for at most so many steps; None = no aging
     decode_steps: int | None = None  # decode steps per launch when no request waits; None = a default for the device
+    speculative_method: str | None = (
+        None  # guess tokens and verify them: ngram = by what followed the same tokens before
+    )
+    num_speculative_tokens: int = 4  # most guesses for a sequence in one step
+    prompt_lookup_max: int | None = None  # ngram: most tokens that are compared; None = prompt_lookup_min, or 5
+    prompt_lookup_min: int | None = None  # ngram: fewest that must be the same; None = prompt_lookup_max, or 5
     expert_placement: str = "auto"  # of a mixture of experts: resident if all fit, else offload
     expert_cache_gb: float | None = None  # GPU memory for experts when they are offloaded; None = what is left
     expert_host_gb: float | None = None  # host memory for experts; None = what is free
@@ -169,6 +196,7 @@ class EngineConfig:
             _count("max_wait_steps", self.max_wait_steps, 0, 2**31 - 1, "None turns aging off")
         if self.decode_steps is not None:
             _count("decode_steps", self.decode_steps, 1, 64, "1 visits the scheduler for every token")
+        self._check_speculation()
         _count("tensor_parallel_size", self.tensor_parallel_size, 1, 1024, "the number of GPUs to split over")
         self._check_experts()
         if self.distributed_executor_backend is not None:
@@ -180,6 +208,23 @@ class EngineConfig:
         for name in (*switches, "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """(fewest, most) tokens that are compared; with vLLM's defaults."""
+        given = [size for size in (self.prompt_lookup_min, self.prompt_lookup_max) if size is not None] or [5]
+        return given[0], given[-1]
+
+    def _check_speculation(self) -> None:
+        if self.speculative_method is not None:
+            _choice("speculative_method", self.speculative_method, SPECULATIVE_METHODS)
+        _count("num_speculative_tokens", self.num_speculative_tokens, 1, 16, "4 is a good start")
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                _count(name, getattr(self, name), 1, 32, "3 is a good start")
+        fewest, most = self.prompt_lookup
+        if fewest > most:
+            raise ConfigError(f"prompt_lookup_min={fewest} is above prompt_lookup_max={most}: lower the former")
 
     def _check_experts(self) -> None:
         _choice("expert_placement", self.expert_placement, EXPERT_PLACEMENTS)
@@ -256,6 +301,8 @@ class EngineConfig:
             options["kvcache_block_size"] = size
         if (eplb := options.pop("eplb_config", None)) is not None:
             options |= _flat_eplb(eplb, options)
+        if (speculation := options.pop("speculative_config", None)) is not None:
+            options |= _flat_speculation(speculation, options)
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:

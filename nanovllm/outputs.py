@@ -52,9 +52,15 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0  # filled in at the end
+    num_drafted: int = 0  # tokens that were guessed and verified (speculative_method), of all completions
+    num_accepted: int = 0  # and were right
     # Offloaded experts, from this request's arrival to its last output, other requests' tokens included: hit_rate,
     # bytes_per_token, stall_seconds, prefetch_precision and the counts behind them. None if all experts are resident.
     experts: dict[str, Any] | None = None
+
+    def add_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -23,6 +23,24 @@ check lint "$VENV/bin/python" -m ruff check .
 check types "$VENV/bin/python" -m mypy
 # Whole files go to two processes: most tests are small and use one core. In the order of collection, where the files that
 # take longest are first (tests/conftest.py); the scheduler's own order puts files of few tests last, however long they take.
-check tests "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"
+#
+# Up to three tests that failed run once more, alone: browsers, servers and ranks on two busy cores may be slower than a test
+# allows. Those that pass then are named at the end as unstable. That is a fault to be mended, of the test or of the engine.
+all_tests() { # ARGUMENTS of pytest
+    local pytest=("$VENV/bin/python" -m pytest) result=0
+    rm -f -- .pytest_cache/v/cache/lastfailed
+    "${pytest[@]}" -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@" || result=$?
+    if [ "$result" -ne 1 ]; then return "$result"; fi
+    local failed
+    failed="$("$VENV/bin/python" -c 'import json, sys; print("\n".join(json.load(open(sys.argv[1]))))' \
+        .pytest_cache/v/cache/lastfailed)" || return 1
+    if [ "$(wc -l <<<"$failed")" -gt 3 ]; then return 1; fi
+    say "== what failed, once more, alone"
+    "${pytest[@]}" --last-failed --last-failed-no-failures none "$@" || return 1
+    unstable="$failed"
+}
+unstable=""
+check tests all_tests "$@"
 printf '\n%s' "$summary"
+if [ -n "$unstable" ]; then printf 'UNSTABLE, passed only when run again, alone:\n%s\n' "$unstable"; fi
 exit "$status"

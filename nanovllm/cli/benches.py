@@ -53,6 +53,8 @@ def throughput(
     if compare == "hf" and config.quantization == "auto":  # the same weights on both sides
         config = replace(config, quantization="none")
     outcome.use_threads()
+    if compare:
+        typer.echo(f"{outcome.repeat} turns of each engine; this takes some minutes", err=True)
     with outcome.engine(config) as engine:
         if path is not None:
             found, facts = compare_llamacpp.compare_all(
@@ -339,6 +341,39 @@ def sampling(
     ]
     report.print_rows("sampling", rows, columns)
     outcome.finish("sampling", rows)
+
+
+@bench_command("repeat", "threads", config=ENGINE)
+def speculation(
+    cases: Annotated[str | None, typer.Option(metavar="NAMES", help="With commas; default: all.")] = None,
+    output_len: Annotated[int, typer.Option(min=1, metavar="INT", help="Tokens of each answer.")] = 128,
+    *,
+    outcome: Outcome,
+    config: EngineConfig,
+) -> None:
+    """What guessing tokens gains on edits of a text, and costs on random text, beside the same without guesses."""
+    from nanovllm.bench.speculation import CASES, measure_case
+    from nanovllm.bench.throughput import warm_up
+
+    names = list(CASES) if cases is None else [name.strip() for name in cases.split(",")]
+    if unknown := [name for name in names if name not in CASES]:
+        raise ConfigError(f"--cases {unknown[0]!r}: must be of {', '.join(CASES)}")
+    if config.speculative_method is None:
+        config = replace(config, speculative_method="ngram", prompt_lookup_min=2, prompt_lookup_max=4)
+    outcome.use_threads()
+    with outcome.engine(config, tokenizer=True) as engine:
+        warm_up(engine)
+        rows = [measure_case(engine, CASES[name], output_len, outcome.repeat) for name in names]
+    columns: report.Columns = [
+        ("case", "case"),
+        ("tok/s", "tokens_per_second"),
+        ("without tok/s", "plain"),
+        ("ratio", "ratio", "{:.2f}"),
+        ("right guesses", "acceptance", "{:.2f}"),
+        ("same tokens", "same_tokens"),
+    ]
+    report.print_rows("speculation", rows, columns)
+    outcome.finish("speculation", rows, output_len=output_len)
 
 
 @bench_command("threads", "plot")

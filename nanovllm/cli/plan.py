@@ -133,7 +133,8 @@ def estimate_record(estimate: Estimate) -> dict[str, Any]:
     if tiers is None:
         assert estimate.refusal is not None
         reason = {"reason": str(estimate.refusal), "missing_bytes": estimate.refusal.missing_bytes}
-        return {**record, **reason, "fewest_gpus": estimate.fewest_gpus()}
+        more = estimate.fewest_gpus()
+        return {**record, **reason, "fewest_gpus": None if more is None else more.num_ranks}
     record["tiers"] = {
         **asdict(tiers),
         "num_cached": tiers.num_cached,
@@ -173,7 +174,8 @@ def show_estimate(estimate: Estimate) -> None:
     if tiers is None:
         console.print(f"cannot run: {estimate.refusal}")
         if more := estimate.fewest_gpus():
-            console.print(f"{more} such GPUs hold it: --tensor-parallel-size {more}")
+            spread = f" --expert-parallel-size {more.expert_size}" if more.expert_size > 1 else ""
+            console.print(f"{more.num_ranks} such GPUs hold it: --tensor-parallel-size {more.num_ranks}{spread}")
         return
     show_table(console, f"what goes where: {tiers.placement}", place_rows(estimate))
     if estimate.topology.num_ranks == 1 or tiers.placement == "offload":
@@ -184,8 +186,8 @@ def show_estimate(estimate: Estimate) -> None:
         f"longest context: {tiers.longest_context} tokens for one sequence; with the settings below "
         f"the KV cache holds {tiers.kv_tokens} tokens"
     )
-    if (expanded := estimate.model.expanded_kv_bytes) is not None:
-        latent = estimate.model.kv_bytes_per_token
+    if (share := estimate.model.expanded_kv_bytes) is not None:
+        expanded, latent = share * estimate.topology.num_ranks, estimate.model.kv_bytes_per_token
         console.print(
             f"a token takes {latent} bytes of KV cache (latent attention); keys and values of all heads would take "
             f"{expanded}, {expanded / latent:.1f} times as much"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from hashlib import blake2b
 from typing import Any
 
+import torch
+
 from nanovllm.config import EngineConfig
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.hardware.device import Device
+from nanovllm.hardware.host import computing_process
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.expert_memory import batched_tokens_for_experts
 from nanovllm.runner.kv_cache import CacheLayout
@@ -19,6 +23,16 @@ logger = logging.getLogger("nanovllm")
 # A step of a CPU takes long even if it is small, and small blocks waste less of the cache; a GPU needs large steps.
 DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 16384}
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "gpu": 64}
+
+
+def refuse_fork(owner: int | None = None) -> None:
+    """`owner`: the process that made an engine; None: for a new one, which one thread alone can compute."""
+    here = os.getpid()
+    if owner not in (None, here) or (owner is None and computing_process() != here and torch.get_num_threads() > 1):
+        raise EngineDeadError(
+            "this process was forked from one that has made an engine, and without its threads the first product would "
+            "wait for ever: use multiprocessing's 'spawn', or make the first engine after the fork"
+        )
 
 
 def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:

@@ -1,11 +1,28 @@
-"""Facts of a running engine for the page and for traces."""
+"""Facts of a running engine, for users, the page and traces."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
-from nanovllm.engine.llm_engine import LLMEngine
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+
+def describe(engine: LLMEngine) -> dict[str, Any]:
+    config, limits = engine.config, engine.scheduler.limits
+    speculation = {"num_speculative_tokens": limits.num_drafts} if limits.num_drafts else {}
+    return {
+        "model": config.model,
+        "architecture": engine.model_config.architecture,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "scheduling_policy": engine.scheduler.policy.name,
+        **speculation,
+        "runs_on": engine.executor.describe(),
+    }
 
 
 def engine_info(engine: LLMEngine, model: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine import defaults
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.generation_config import read_sampling_defaults
+from nanovllm.engine.info import describe
 from nanovllm.engine.inputs import EngineInput, InputProcessor, Prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.errors import EngineDeadError, RequestError
@@ -51,6 +52,7 @@ logger = logging.getLogger("nanovllm")
 
 class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
+        defaults.refuse_fork()
         self.config = config
         checkpoint = open_checkpoint(resolve_model(config.model))
         try:
@@ -67,9 +69,9 @@ class LLMEngine:
         finally:
             checkpoint.close()
         defaults.warn_of_small_cache(config, self.max_model_len, self.executor.layout, device)
-        decode_steps = config.decode_steps or self.executor.decode_steps
+        steps = config.decode_steps or self.executor.decode_steps, self.executor.num_drafts
         self.scheduler = Scheduler(
-            SchedulerLimits(config.max_num_seqs, max_tokens, self.max_model_len, decode_steps),
+            SchedulerLimits(config.max_num_seqs, max_tokens, self.max_model_len, *steps),
             BlockManager(self.executor.layout.num_blocks, block_size, config.enable_prefix_caching),
             make_policy(config.scheduling_policy, config.max_wait_steps),
             text_stop=lambda seq: self._by_seq[seq.seq_id][1].find_stop(),
@@ -99,8 +101,7 @@ class LLMEngine:
         """Refuses bad input before any state changes. Raises RequestError."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
-        if self._process != os.getpid():  # the threads of OpenMP are not there: the first product would wait for ever
-            raise EngineDeadError("this engine belongs to the process before the fork: use multiprocessing's 'spawn'")
+        defaults.refuse_fork(self._process)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
         parsed = prompt if isinstance(prompt, EngineInput) else self.inputs.parse(prompt)
@@ -239,8 +240,8 @@ class LLMEngine:
             raise EngineDeadError("this engine was closed: create a new one")
         with self._change():
             self._made, self.unread = self.unread, {}
-            # The tokens that a grammar allows depend on the token before, so steps cannot overlap.
-            depth = 1 if alone or self._num_grammars else self.executor.overlap
+            # With a grammar, or guesses of which some may be right, a plan needs the tokens of the one before.
+            depth = 1 if alone or self._num_grammars or self.scheduler.drafts.most else self.executor.overlap
             while len(self._flights) < depth and self._launch_next():
                 pass
             if self._flights:
@@ -300,11 +301,12 @@ class LLMEngine:
                 request, completion = self._by_seq[entry.seq_id]
                 if completion is request.completions[0]:
                     request.add_prompt_logprobs(entry.start, result.prompt_logprobs[entry.seq_id])
-        progress = self.scheduler.commit(plan, result)
         now = self._last_landing = time.monotonic()
+        progress = self.scheduler.commit(plan, result, now - started)
         for moved in progress:
             request, completion = self._by_seq[moved.seq.seq_id]
             request.metrics.first_token_time = request.metrics.first_token_time or now
+            request.metrics.add_drafts(*moved.drafts)
             if moved.logprobs:
                 request.add_logprobs(completion, moved.logprobs)
         self.stats.count(plan, progress, now - started)
@@ -332,15 +334,7 @@ class LLMEngine:
 
     def describe(self) -> dict[str, Any]:
         """What runs: device, dtype, attention backend and the reason for it, cache size."""
-        return {
-            "model": self.config.model,
-            "architecture": self.model_config.architecture,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.scheduler.limits.max_num_seqs,
-            "max_num_batched_tokens": self.scheduler.limits.max_num_batched_tokens,
-            "scheduling_policy": self.scheduler.policy.name,
-            "runs_on": self.executor.describe(),
-        }
+        return describe(self)
 
     def close(self) -> None:
         """Free the model and the cache. Calling it twice is fine."""

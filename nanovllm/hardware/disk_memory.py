@@ -6,6 +6,7 @@ name, so nothing of it is left behind, however the process ends.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import tempfile
@@ -14,6 +15,9 @@ from pathlib import Path
 import torch
 
 from nanovllm.errors import ConfigError
+from nanovllm.hardware.host import is_in_memory
+
+logger = logging.getLogger("nanovllm")
 
 
 class DiskMemory:
@@ -24,6 +28,8 @@ class DiskMemory:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (open as long as this is)
         except OSError as error:
             raise self._refuse(error) from error
+        if is_in_memory(folder):
+            logger.warning("%s is in memory: experts there take as much of it as if they were not offloaded", folder)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same numbers, in the file."""

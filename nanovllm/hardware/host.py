@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path
@@ -25,6 +26,24 @@ def cache_folder() -> Path:
         return Path(os.path.expanduser(own))
     shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(shared) / "nanovllm"
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether Linux keeps the files of this folder in memory (/dev/shm, often /tmp); False where it does not say."""
+    try:
+        with open("/proc/self/mountinfo") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return False
+    path, kinds = folder.resolve(), {words[4]: words[words.index("-") + 1] for words in mounts if "-" in words}
+    return next((kinds[str(p)] in ("tmpfs", "ramfs") for p in (path, *path.parents) if str(p) in kinds), False)
+
+
+@functools.cache
+def computing_process() -> int:
+    """The process that was the first to make an engine here. A fork of it inherits this answer but not the threads of
+    OpenMP, for which the first product in the child would wait for ever."""
+    return os.getpid()
 
 
 def resident_bytes() -> int:

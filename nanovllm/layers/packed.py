@@ -163,11 +163,22 @@ class Packing:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             logger.info("%s%s: computed in float32, because %s", names[0], more, why)
         weights = packed_weights(self._model).values()
+        if self._wanted != "auto":
+            self._warn_of_little(formats_of(self._model))
         size = sum(weight.num_bytes for weight in weights) / 1e6
         logger.info("matrices in memory: %s, %.0f MB", ", ".join(formats_of(self._model)), size)
         if self._disk is not None:
             where = self._disk.num_bytes / 1e6, self._disk.folder
             logger.info("experts: %.0f MB of these are in a file in %s; what is used most stays in memory", *where)
+
+    def _warn_of_little(self, formats: list[str]) -> None:
+        if formats == ["float32"]:
+            why = next(iter(self._kept), "there are none")
+            logger.warning("quantization=%r quantises no matrix of this model: %s", self._wanted, why)
+        elif self._stored:
+            stored = ", ".join(sorted(set(self._stored.values())))
+            text = "quantization=%r rounds weights again that the file has in %s; 'auto' keeps them as they are"
+            logger.warning(text, self._wanted, stored)
 
 
 def format_of(quantization: str, weight: PackedWeight) -> str | None:

@@ -131,12 +131,18 @@ class Estimate:
                     chosen[name] = getattr(options, name)
         return chosen
 
-    def fewest_gpus(self) -> int | None:
-        """On one host, for a model that does not fit: on how many such cards it runs."""
-        for topology in (Topology(num_ranks) for num_ranks in (2, 4, 8, 16) if num_ranks > self.model.num_ranks):
+    def fewest_gpus(self) -> Topology | None:
+        """On one host, for a model that does not fit: on how many such cards it runs. Spread experts stay spread: over
+        as many groups as before, or over all ranks."""
+        groups = self.options.expert_parallel_size
+        more = [num_ranks for num_ranks in (2, 4, 8, 16) if num_ranks > self.model.num_ranks]
+        for num_ranks, size in ((n, size) for n in more for size in dict.fromkeys((groups, n if groups > 1 else 1))):
+            topology = Topology(num_ranks, 1, size)
+            if num_ranks % size:
+                continue
             with contextlib.suppress(ConfigError):  # expert_cache_gb that the parts of so many ranks have no room for
                 if self.divides(topology) and self.on(topology).tiers is not None:
-                    return topology.num_ranks
+                    return topology
         return None
 
     def grid(self) -> Iterator[tuple[Topology, Estimate | None]]:

@@ -42,6 +42,11 @@ class Executor(Protocol):
         """Decode steps per launch when EngineConfig.decode_steps is None."""
         ...
 
+    @property
+    def num_drafts(self) -> int:
+        """Most tokens that may be guessed for a sequence in one step; 0: none (StepPlan.num_drafts)."""
+        ...
+
     def launch(self, plan: StepPlan) -> InFlight: ...
 
     def reset(self) -> None:

@@ -90,6 +90,10 @@ class LocalExecutor:
         """Several on a GPU, where the scheduler would take longer than a step; one where a step takes long itself."""
         return GPU_DECODE_STEPS if self.device.is_gpu and self.offload is None else 1
 
+    @property
+    def num_drafts(self) -> int:
+        return self.blueprint.config.num_speculative_tokens if self.runner.drafter is not None else 0
+
     def expert_stats(self) -> ExpertStats | None:
         """Cumulative; None unless experts are offloaded."""
         return None if self.offload is None else self.offload.stats()

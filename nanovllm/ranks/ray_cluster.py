@@ -78,6 +78,7 @@ class Facts:
     layout: CacheLayout
     overlap: int
     decode_steps: int
+    num_drafts: int
     has_offload: bool
     described: dict[str, Any]
 
@@ -120,6 +121,7 @@ class RayRank:
             executor.layout,
             executor.overlap,
             executor.decode_steps,
+            executor.num_drafts,
             executor.expert_stats() is not None,
             executor.describe(),
         )
@@ -178,7 +180,8 @@ class RayExecutor:
                 join_ray(self._ray, num_cpus=cores, object_store_memory=least, log_to_driver=False)
             self._reserve(config.device)
             self._facts = facts = self._start({**options_for(config, limits), "size": self._size})
-            self.layout, self.overlap, self.decode_steps = facts.layout, facts.overlap, facts.decode_steps
+            self.layout, self.overlap = facts.layout, facts.overlap
+            self.decode_steps, self.num_drafts = facts.decode_steps, facts.num_drafts
         except BaseException as error:
             self._dead = str(error)
             self.close()

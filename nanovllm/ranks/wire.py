@@ -3,7 +3,7 @@
 A plan is one array of 64-bit integers (in this machine's byte order; ranks of one engine run on one kind of machine),
 followed by the sampling parameters of the sequences that arrive, as JSON:
 
-    HEAD: step_id, num_steps, and the counts of all that follows
+    HEAD: step_id, num_steps, num_drafts, and the counts of all that follows
     seq_ids, starts                                                    a column each
     num_new, samples                                                   a column each, unless all are 1: a decode step
     index, first_block, number of blocks                               a column each, of the entries that bring blocks
@@ -34,7 +34,7 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 
 HEADER = struct.Struct("<Ic")
-HEAD = struct.Struct("=8q")
+HEAD = struct.Struct("=9q")
 MAX_BYTES = 1 << 30
 
 
@@ -59,7 +59,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     found = [blocks[index] for index in bringing]
     ids = tuple(chain.from_iterable(found))
     counts = (count, is_decode, len(bringing), len(ids), len(departures), len(arrivals))
-    parts = [HEAD.pack(plan.step_id, plan.num_steps, *counts), _column(seq_ids), _column(starts)]
+    parts = [HEAD.pack(plan.step_id, plan.num_steps, plan.num_drafts, *counts), _column(seq_ids), _column(starts)]
     if not is_decode:
         parts += [_column(num_new), _column(samples)]
     if bringing:
@@ -111,7 +111,7 @@ class _Reader:
 def decode_plan(data: bytes) -> StepPlan:
     if len(data) < HEAD.size:
         raise EngineDeadError(f"a plan of {len(data)} bytes: at least {HEAD.size}")
-    step_id, num_steps, *counts = HEAD.unpack_from(data)
+    step_id, num_steps, num_drafts, *counts = HEAD.unpack_from(data)
     count, is_decode, num_bringing, num_blocks, num_departures, num_arrivals = counts
     reader = _Reader(data, HEAD.size)
     seq_ids, starts = reader.take(count), reader.take(count)
@@ -131,7 +131,7 @@ def decode_plan(data: bytes) -> StepPlan:
         Arrival(seq_id, token_ids, num_prompt, SamplingParams(**given), seed, stop_ids, words)
         for (seq_id, token_ids, num_prompt, seed, stop_ids, words), given in zip(arrivals, params)
     )
-    return StepPlan(step_id, cast("tuple[PlanEntry, ...]", entries), arrived, departures, num_steps)
+    return StepPlan(step_id, cast("tuple[PlanEntry, ...]", entries), arrived, departures, num_steps, num_drafts)
 
 
 def _read_blocks(

@@ -39,6 +39,7 @@ from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.offload.offload import Offload
 from nanovllm.moe.rebalance import Balancer, add_places
 from nanovllm.ops.opset import choose_ops
+from nanovllm.runner.drafter import make_drafter
 from nanovllm.runner.expert_memory import check_expert_ranks, open_offload, size_experts
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.limits import StepLimits
@@ -113,7 +114,8 @@ class Blueprint:
 
     def make_runner(self, model: Transformer, layout: CacheLayout) -> ModelRunner:
         on_device = runs_on_device(model, self.device)
-        return ModelRunner(model, layout, self.device, self.limits, self.config.max_num_seqs, on_device)
+        drafter = make_drafter(self.config)
+        return ModelRunner(model, layout, self.device, self.limits, self.config.max_num_seqs, on_device, drafter)
 
 
 def build_model(blueprint: Blueprint, own: Callable[[Offload], None]) -> Transformer:

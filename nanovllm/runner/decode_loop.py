@@ -22,8 +22,9 @@ from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.relay import Relay, relays
+from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.step import Bounds, Draw, StepOutput, draw_from, step_of
-from nanovllm.scheduling.plan import PlanEntry, StepPlan
+from nanovllm.scheduling.plan import PlanEntry
 
 AfterStep = Callable[[StepOutput], None]
 MAX_STEPS = 64  # most replays between two visits (EngineConfig.decode_steps is bounded by it)
@@ -83,6 +84,7 @@ class DecodeLoop:
         model: Transformer,
         caches: list[KVCache],
         batch: InputBatch,
+        tables: RowTables,
         row_tokens: torch.Tensor,
         max_model_len: int,
         transfers: Transfers,
@@ -93,11 +95,9 @@ class DecodeLoop:
         self._batch = batch
         self._transfers = transfers
         self._max_model_len = max_model_len
-        max_num_seqs, num_blocks = len(row_tokens) - 1, -(-max_model_len // batch.block_size)
+        max_num_seqs, num_blocks = tables.tables.shape
         device = transfers.device
-        self._row_tokens = row_tokens
-        self._row_tables = torch.zeros(max_num_seqs, num_blocks, dtype=torch.int32, device=device)
-        self._changed_rows: dict[int, None] = {}  # rows whose block table on the device is behind
+        self._row_tokens, self._tables = row_tokens, tables
         self.sizes = bucket_sizes(max_num_seqs)
         self._lanes = Lanes.allocate(max_num_seqs, num_blocks, device)
         self._arange = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
@@ -131,14 +131,6 @@ class DecodeLoop:
             self._replays = captured
             self._newest.update(newest)
 
-    def apply(self, plan: StepPlan) -> None:
-        for entry in plan.entries:
-            if entry.block_ids:
-                self._changed_rows[self._batch.row(entry.seq_id)] = None
-
-    def reset(self) -> None:
-        self._changed_rows.clear()
-
     def begin(self, entries: Sequence[PlanEntry], num_steps: int, in_halves: bool = False) -> Lanes:
         """Point the lanes of a graph at the sequences of a plan; one upload."""
         from nanovllm.ops.triton.lanes import begin
@@ -153,24 +145,17 @@ class DecodeLoop:
         positions[:count] = [entry.start for entry in entries]
         tokens = np.full(size, -1, dtype=np.int32)
         tokens[:count] = self._batch.known_tokens(rows[:count], positions[:count])
-        num_blocks = (int(positions.max()) + num_steps) // self._batch.block_size + 1
-        num_blocks = min(num_blocks, self._row_tables.shape[1])
-        changed = list(self._changed_rows)
-        self._changed_rows.clear()
-        tables = self._batch.block_table_rows(changed, num_blocks)
-        d_rows, d_tokens, d_positions, d_changed, d_tables = self._transfers.send(
-            [rows, tokens, positions, np.array(changed, dtype=np.int64), tables]
-        )
+        changed = self._tables.take_changed(int(positions.max()) + num_steps)
+        d_rows, d_tokens, d_positions, *d_changed = self._transfers.send([rows, tokens, positions, *changed])
         lanes = self._lanes.first(size)
         lanes.rows.copy_(d_rows)
         lanes.step.zero_()
-        if changed:
-            self._row_tables[:, :num_blocks].index_copy_(0, d_changed, d_tables)
+        num_blocks = self._tables.store(*d_changed)
         begin(
             lanes.rows,
             d_tokens,
             d_positions,
-            (self._row_tokens, self._row_tables),
+            (self._row_tokens, self._tables.tables),
             (lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables),
             self._batch.block_size,
             num_blocks,

@@ -22,6 +22,9 @@ class InputBatch:
         # One row and one column more, for tokens that nobody will read (see `append`).
         self._tokens = np.zeros((max_num_seqs + 1, max_model_len + 1), dtype=np.int32)
         self._lens = np.zeros(max_num_seqs + 1, dtype=np.int64)  # known tokens per row
+        self._num_drafted = np.zeros(
+            max_num_seqs + 1, dtype=np.int64
+        )  # guesses behind them, while a step verifies them
         self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.clear()
 
@@ -31,6 +34,7 @@ class InputBatch:
         self._arrivals: list[Arrival | None] = [None] * num_rows
         self._rows: dict[int, int] = {}  # seq_id -> row
         self._free_rows = list(range(num_rows))[::-1]
+        self._num_drafted[:] = 0
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what changed. Departures first: their rows are needed by the arrivals."""
@@ -41,7 +45,7 @@ class InputBatch:
         for arrival in plan.arrivals:
             row = self._rows[arrival.seq_id] = self._free_rows.pop()
             self._arrivals[row] = arrival
-            self._lens[row] = len(arrival.token_ids)
+            self._lens[row], self._num_drafted[row] = len(arrival.token_ids), 0
             self._tokens[row, : len(arrival.token_ids)] = arrival.token_ids
         for entry in plan.entries:
             if entry.block_ids:
@@ -101,15 +105,17 @@ class InputBatch:
     def _known(self, row: int) -> np.ndarray:
         return self._tokens[row, : self._lens[row]]
 
-    def sampling_row(self, row: int) -> SamplingRow:
-        arrival = self._of_row(row)
+    def sampling_row(self, row: int, length: int | None = None) -> SamplingRow:
+        """`length`: of the tokens before the one to be drawn, where some of them are guesses; None: all are known."""
+        arrival, known = self._of_row(row), self._known(row)
         return SamplingRow(
             arrival.params,
             arrival.seed,
-            self._known(row),
+            known if length is None else self._tokens[row, :length],
             arrival.num_prompt,
             arrival.stop_ids,
             arrival.bad_words_ids,
+            0 if length is None else length - len(known),
         )
 
     def row(self, seq_id: int) -> int:
@@ -121,10 +127,32 @@ class InputBatch:
     def known_tokens(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int32: tokens at these places, -1 where a step in flight has yet to sample it."""
         places = np.minimum(positions, self._tokens.shape[1] - 1)
-        return np.where(positions < self._lens[rows], self._tokens[rows, places], -1)
+        return np.where(positions < self._lens[rows] + self._num_drafted[rows], self._tokens[rows, places], -1)
 
     def block_table_rows(self, rows: list[int], num_blocks: int) -> np.ndarray:
         return self._block_tables[rows, :num_blocks]
+
+    def add_draft(self, seq_id: int, draft: np.ndarray) -> list[PlanEntry]:
+        """Guesses after the newest token, until `keep`. Returns what to feed: that token and each guess."""
+        row = self._rows[seq_id]
+        first, self._num_drafted[row] = int(self._lens[row]), len(draft)
+        self._tokens[row, first : first + len(draft)] = draft
+        return [PlanEntry(seq_id, first - 1 + i, 1, 0, (), True) for i in range(1 + len(draft))]
+
+    def keep(self, seq_id: int, draft: np.ndarray, drawn: list[int]) -> int:
+        """Of the tokens that were drawn, the first and those after right guesses become known. Returns how many."""
+        count = 1
+        while count < len(drawn) and draft[count - 1] == drawn[count - 1]:
+            count += 1
+        self._num_drafted[self._rows[seq_id]] = 0
+        self.extend(seq_id, drawn[:count])
+        return count
+
+    def extend(self, seq_id: int, tokens: list[int]) -> None:
+        row = self._rows[seq_id]
+        first = int(self._lens[row])
+        self._tokens[row, first : first + len(tokens)] = tokens
+        self._lens[row] += len(tokens)
 
     def append(self, seq_ids: Sequence[int], tokens: np.ndarray) -> None:
         """tokens [sequences, steps]. Those of a sequence that left while they were sampled go to the spare row, and the

@@ -34,12 +34,16 @@ from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.rebalance import Balancer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
+from nanovllm.runner.draft_loop import DraftLoop
+from nanovllm.runner.drafter import Drafter, NgramDrafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.kv_cache import CacheLayout, allocate
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.recorded_decodes import RecordedDecodes, can_record
+from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.samplers import DeviceSampler, HostSampler, StepSampler
 from nanovllm.runner.step import Bounds, StepInputs, StepOutput, compute, step_of, unstored_step
+from nanovllm.runner.verify import verify
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
@@ -77,11 +81,13 @@ class ModelRunner:
         limits: StepLimits,
         max_num_seqs: int,
         on_device: bool,
+        drafter: Drafter | None = None,
     ) -> None:
         """`on_device`: sampling kernels and the decode loop are used (`runs_on_device`)."""
         self.model = model
         self.device = device
         self.layout = layout
+        self.drafter = drafter
         self.load: ExpertLoad | None = None  # of a model with experts, once it is wanted
         self._balancer: Balancer | None = None
         self.overlap = 2 if on_device else 1  # plan the next step while one runs, unless it is computed inside launch
@@ -102,17 +108,31 @@ class ModelRunner:
         if can_record(model):
             places = (self._caches, self.transfers, limits.max_model_len)
             self._recorded = RecordedDecodes(model, *places, self.sampler.draw)
+        self._tables = RowTables(self.batch, max_num_seqs, num_blocks, device.torch_device)
         self._loop: DecodeLoop | None = None
+        self._draft_loop: DraftLoop | None = None
         if on_device and captures_attention(model):
             self._loop = DecodeLoop(
                 model,
                 self._caches,
                 self.batch,
+                self._tables,
                 self._row_tokens,
                 limits.max_model_len,
                 self.transfers,
                 self.sampler.draw,
             )
+            if isinstance(drafter, NgramDrafter) and isinstance(self.sampler, DeviceSampler) and model.graph_safe:
+                self._draft_loop = DraftLoop(
+                    model,
+                    self._caches,
+                    self.batch,
+                    self._tables,
+                    self.transfers,
+                    self.sampler,
+                    drafter.lookup,
+                    limits.max_model_len,
+                )
 
     # ---- before the first plan ---------------------------------------------------------------------------------
 
@@ -121,6 +141,8 @@ class ModelRunner:
         if self._loop is None:
             return
         self._loop.capture(shared_pool())
+        if self._draft_loop is not None and self.drafter is not None:
+            self._draft_loop.capture(shared_pool(), self.drafter.lengths)
         if self.model.graph_safe and not self._reads_host:
             self._captured.capture(shared_pool(), self._max_num_tokens)
 
@@ -139,6 +161,8 @@ class ModelRunner:
         if not self._reads_host:
             self._captured.compute_smallest()  # first: it has the kernels that take longest to compile
         self._loop.compute_each()
+        if self._draft_loop is not None and self.drafter is not None:
+            self._draft_loop.compute_each(self.drafter.lengths)
         self.warm_up()
 
     def use_balancer(self, balancer: Balancer | None) -> None:
@@ -152,8 +176,7 @@ class ModelRunner:
     def reset(self) -> None:
         self.transfers.reset()
         self.batch.clear()
-        if self._loop is not None:
-            self._loop.reset()
+        self._tables.reset()
 
     # ---- one plan ----------------------------------------------------------------------------------------------
 
@@ -163,8 +186,12 @@ class ModelRunner:
             self._balancer.before_launch(plan.num_steps)
         self.batch.apply(plan)
         if self._loop is not None:
-            self._loop.apply(plan)
+            self._tables.apply(plan)
+        if self._draft_loop is not None:
+            self._draft_loop.apply(plan)
         self.sampler.arrive(plan.arrivals)
+        if plan.num_drafts and (flight := self._launch_drafts(plan)) is not None:
+            return flight
         visit = Visit(self, plan)
         if self._loop is not None and visit.only_decodes and not self.measures:
             visit.replay(self._loop)
@@ -174,6 +201,18 @@ class ModelRunner:
             result = visit.result()
             return InFlight(lambda: result)
         return InFlight(visit.result)
+
+    def _launch_drafts(self, plan: StepPlan) -> InFlight | None:
+        """None: this plan runs without guesses. A grammar needs each token on the host before the next is drawn, and
+        the first step of all sets the scales of a KV cache in 8 bits."""
+        if isinstance(self.sampler, HostSampler):
+            assert self.drafter is not None
+            verified = verify(plan, self.batch, self.drafter, lambda rows: self.call(rows, 0, {}))
+            return InFlight(lambda: verified)
+        if self._draft_loop is None or self.measures or self.sampler.needs_tokens(plan.entries):
+            return None
+        graph = self._draft_loop.find(plan)
+        return None if graph is None else InFlight(self._draft_loop.launch(plan, graph))
 
     def call(self, entries: Sequence[PlanEntry], offset: int, scored: dict[int, range]) -> StepOutput:
         inputs = self.batch.inputs(entries, offset, scored.values())

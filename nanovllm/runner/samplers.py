@@ -84,7 +84,8 @@ class HostSampler:
     def before_draw(self, entries: Sequence[PlanEntry]) -> None: ...
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> HostDrawn:
-        drawn = sample(logits, [self._batch.sampling_row(row) for row in rows.tolist()])
+        pairs = zip(rows.tolist(), positions.tolist())
+        drawn = sample(logits, [self._batch.sampling_row(row, position) for row, position in pairs])
         return HostDrawn(torch.from_numpy(np.array(drawn.token_ids, np.int64)).to(logits.device), drawn.logprobs)
 
     def reports(self, entries: Sequence[PlanEntry]) -> StepReports:
@@ -97,6 +98,7 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._transfers = transfers
         self._rows = DeviceRows(num_rows, vocab_size, transfers.device)
+        self.state = self._rows.state
 
     def arrive(self, arrivals: Sequence[Arrival]) -> None:
         rows = [self._batch.row(arrival.seq_id) for arrival in arrivals]
@@ -108,7 +110,7 @@ class DeviceSampler:
     def before_draw(self, entries: Sequence[PlanEntry]) -> None:
         """Upload which tokens the grammars allow next."""
         found = [(self._batch.row(entry.seq_id), self._grammar(entry)) for entry in entries]
-        masked = {row: (grammar, self._batch.sampling_row(row).output_ids) for row, grammar in found if grammar}
+        masked = {row: (grammar, self._batch.sampling_row(row).output_ids, 0) for row, grammar in found if grammar}
         if masked:
             words = allowed_words(list(masked.values()), self._vocab_size)
             self._rows.send_masks(list(masked), words, self._transfers.send)
@@ -120,8 +122,8 @@ class DeviceSampler:
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Any:
         from nanovllm.ops.triton.sampling import draw
 
-        return draw(logits, rows, positions, self._rows.state)
+        return draw(logits, rows, positions, self.state)
 
     def reports(self, entries: Sequence[PlanEntry]) -> StepReports:
         num_tops = [self._batch.arrival(entry.seq_id).params.logprobs for entry in entries]
-        return Wanted(num_tops, self._rows.state, self._transfers)
+        return Wanted(num_tops, self.state, self._transfers)

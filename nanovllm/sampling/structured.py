@@ -4,9 +4,9 @@
     params = grammars.compiled(params)                            # structured_outputs becomes a Grammar
     structured_tokens(logits, rows)                               # an edit step of the sampler
 
-A row has only the tokens of its output, so a Grammar finds the parser's state by them: the state for all but the last
-token is kept from the step before, and the last token is added. If it is missing (a preempted sequence, two completions
-of one prompt that differ) the whole output is parsed again, some microseconds a token.
+A row has only the tokens of its output, so a Grammar finds the parser's state by them: the state of the step before is
+kept, and the tokens since then are added. If it is missing (a preempted sequence, two completions of one prompt that
+differ) the whole output is parsed again, some microseconds a token. Guessed tokens (speculation) are added to a copy.
 
 Compiling is bounded: llguidance counts the work of a grammar and of a step in "fuel" and gives up (limits below).
 """
@@ -32,6 +32,7 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.weights.light_tokenizer import transformers_tokenizer
 
 logger = logging.getLogger("nanovllm")
+MOST_NEW = 17  # tokens between two steps: sixteen guesses and one more
 # JSON allows any amount of white space between two values, and small models may write it until max_tokens.
 JSON_SPACES: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,32}"}
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark has a single colon
@@ -54,18 +55,28 @@ class Grammar(StructuredOutputsParams):
         matcher = self.matcher(np.asarray(output_ids, np.int32))
         return not matcher.is_error() and bool(matcher.is_accepting())
 
-    def matcher(self, output_ids: np.ndarray) -> Any:
+    def matcher(self, output_ids: np.ndarray, num_drafted: int = 0) -> Any:
+        """`num_drafted`: the last so many tokens are guesses, which the next call may not have."""
+        if num_drafted:
+            matcher = self.matcher(output_ids[:-num_drafted]).deep_copy()
+            matcher.consume_tokens(output_ids[-num_drafted:].tolist())
+            return matcher
         key = output_ids.tobytes()
         if (here := self.states.get(key)) is not None:
             return here
-        matcher = self.states.pop(output_ids[:-1].tobytes(), None) if len(output_ids) else None
-        if matcher is None:
-            matcher = make_matcher(self.tokenizer, self.source)
-            matcher.consume_tokens(output_ids.tolist())
+        for start in range(len(output_ids) - 1, max(-1, len(output_ids) - 1 - MOST_NEW), -1):
+            if (matcher := self.states.pop(output_ids[:start].tobytes(), None)) is not None:
+                break
         else:
-            matcher.consume_token(int(output_ids[-1]))
+            start, matcher = 0, make_matcher(self.tokenizer, self.source)
+        matcher.consume_tokens(output_ids[start:].tolist())
         self.states[key] = matcher
         return matcher
+
+    def num_allowed(self, output_ids: np.ndarray, draft: np.ndarray) -> int:
+        """How many of these tokens may follow the output, one after another."""
+        matcher = self.matcher(output_ids)
+        return 0 if matcher.is_error() else int(matcher.validate_tokens(draft.tolist()))
 
 
 class Grammars:
@@ -165,13 +176,13 @@ def make_matcher(tokenizer: Any, source: str) -> Any:
     return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
 
-def allowed_words(rows: Sequence[tuple[Grammar, np.ndarray]], vocab: int) -> np.ndarray:
-    """int32 [rows, vocab / 32 rounded up]: for each grammar and the output so far, a bit for each token that may come
-    next. llguidance computes all rows at once, in threads of its own."""
+def allowed_words(rows: Sequence[tuple[Grammar, np.ndarray, int]], vocab: int) -> np.ndarray:
+    """int32 [rows, vocab / 32 rounded up]: for each grammar, the output so far and the number of guesses at its end, a
+    bit for each token that may come next. llguidance computes all rows at once, in threads of its own."""
     from llguidance.numpy import fill_next_token_bitmask_par
 
     words = np.zeros((len(rows), -(-vocab // 32)), np.int32)
-    matchers = [grammar.matcher(output_ids) for grammar, output_ids in rows]
+    matchers = [grammar.matcher(output_ids, num_drafted) for grammar, output_ids, num_drafted in rows]
     first = {id(matcher): i for i, matcher in reversed(list(enumerate(matchers)))}  # equal outputs share a matcher
     grammar = rows[0][0]
     found = np.zeros((len(rows), -(-grammar.tokenizer.vocab_size // 32)), np.int32)
@@ -208,11 +219,11 @@ def spelling(tokenizer: Any, matcher: Any, words: np.ndarray) -> int | None:
 
 def structured_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     vocab = logits.shape[-1]
-    grammars = [(i, row.params.structured_outputs, row.output_ids) for i, row in enumerate(rows)]
-    limited = [(i, grammar, output) for i, grammar, output in grammars if isinstance(grammar, Grammar)]
+    found = [row.params.structured_outputs for row in rows]
+    limited = {i: grammar for i, grammar in enumerate(found) if isinstance(grammar, Grammar)}
     if limited:
-        words = allowed_words([(grammar, output) for _, grammar, output in limited], vocab)
+        words = allowed_words([(g, rows[i].output_ids, rows[i].num_drafted) for i, g in limited.items()], vocab)
         banned = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab] == 0
-        places = torch.tensor([i for i, _, _ in limited], device=logits.device)
+        places = torch.tensor(list(limited), device=logits.device)
         logits[places] = logits[places].masked_fill(torch.from_numpy(banned).to(logits.device), float("-inf"))
     return logits

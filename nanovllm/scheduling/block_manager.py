@@ -112,7 +112,7 @@ class BlockManager:
         seq.num_computed = len(matched) * self.block_size
 
     def num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
-        return self.num_blocks_for(seq.num_computed + num_new_tokens) - len(seq.block_table)
+        return max(0, self.num_blocks_for(seq.num_computed + num_new_tokens) - len(seq.block_table))
 
     def num_free_without(self, matched: list[int]) -> int:
         """Blocks that would be left to take if the matched ones were adopted."""
@@ -123,7 +123,7 @@ class BlockManager:
         missing = self.num_missing(seq, num_new_tokens)
         if missing > len(self._free):
             return False
-        if missing > 0:
+        if missing:
             seq.block_table += self._take_run(missing, self._place(seq))
         return True
 

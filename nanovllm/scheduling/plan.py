@@ -46,6 +46,7 @@ class StepPlan:
     # sequence may be in both) and ignores ids that it does not have: departures of a failed plan are repeated.
     departures: tuple[int, ...] = ()
     num_steps: int = 1  # > 1 only if is_decode_only: decode so many tokens before reporting back
+    num_drafts: int = 0  # > 0 only if is_decode_only: most tokens that each step may guess for each sequence
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +59,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner computed. token_ids[i] belongs to the i-th entry that samples; it holds num_steps tokens.
+    """What the runner computed. token_ids[i], of the i-th entry that samples, has num_steps tokens and right guesses.
 
     `logprobs` (per sampling entry, per token) and `prompt_logprobs` (per seq_id, for the positions
     just fed) are opaque to the scheduler: they pass through to the output.
@@ -67,3 +68,4 @@ class StepResult:
     token_ids: list[list[int]]
     logprobs: list[list[Any]] | None = None
     prompt_logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    num_drafted: list[int] | None = None  # guessed tokens that were verified, by sampling entry

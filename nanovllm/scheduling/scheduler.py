@@ -24,6 +24,7 @@ from typing import Any
 
 from nanovllm.errors import ContextLengthError
 from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.drafts import Drafts
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan, StepResult
 from nanovllm.scheduling.policy import Policy, WaitingQueue
 from nanovllm.scheduling.sequence import Sequence, Status
@@ -39,6 +40,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     decode_steps: int = 1
+    num_drafts: int = 0  # most tokens that may be guessed for a sequence in one step; then plans must not overlap
 
 
 @dataclass
@@ -48,10 +50,11 @@ class Progress:
     seq: Sequence
     token_ids: list[int]  # newly accepted
     logprobs: list[Any] | None = None
+    drafts: tuple[int, int] = (0, 0)  # guesses that were verified, and those that were right
 
 
 @dataclass
-class _StepDraft:
+class _NewStep:
     """The step that `schedule` is putting together."""
 
     budget: int  # tokens that may still be added
@@ -65,7 +68,7 @@ class _Flight:
     """A plan that `schedule` returned and that is neither committed nor failed yet."""
 
     plan: StepPlan
-    published: list[int]  # of its draft; if the step fails, they must not be findable any more
+    published: list[int]  # of its making; if the step fails, they must not be findable any more
 
 
 class Scheduler:
@@ -80,6 +83,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.step = 0  # id of the newest plan
+        self.drafts = Drafts(limits.num_drafts)
         self._text_stop = text_stop
         self._sequences: dict[int, Sequence] = {}
         self._flights: deque[_Flight] = deque()
@@ -154,18 +158,19 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         self.step += 1
-        draft = _StepDraft(self.limits.max_num_batched_tokens)
-        self._continue_running(draft)
-        self._admit_waiting(draft)
-        num_steps = self._extend_decodes(draft.chosen)
-        entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in draft.chosen)
-        plan = StepPlan(self.step, entries, tuple(draft.arrivals), tuple(self._departures), num_steps)
+        new = _NewStep(self.limits.max_num_batched_tokens)
+        self._continue_running(new)
+        self._admit_waiting(new)
+        num_steps = self._extend_decodes(new.chosen)
+        num_drafts = self.drafts.reserve(new.chosen, num_steps, self.limits, self.blocks)
+        entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in new.chosen)
+        plan = StepPlan(self.step, entries, tuple(new.arrivals), tuple(self._departures), num_steps, num_drafts)
         if entries:  # an empty plan is not executed: its departures are in the next one
-            self._flights.append(_Flight(plan, draft.published))
+            self._flights.append(_Flight(plan, new.published))
             self._departures = []
         return plan
 
-    def _continue_running(self, draft: _StepDraft) -> None:
+    def _continue_running(self, new: _NewStep) -> None:
         """Decodes and unfinished prompts, in the order of service."""
         # All that a complete sequence may sample is in flight. Each of the other decodes keeps one token of the budget.
         ready = [seq for seq in self.running if not self._is_complete(seq)]
@@ -174,12 +179,12 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 break  # preempted for one before it, and so are all that follow: the last in order is preempted first
             num_decodes -= seq.num_remaining == 1
-            num_new = min(seq.num_remaining, draft.budget - num_decodes)
+            num_new = min(seq.num_remaining, new.budget - num_decodes)
             if num_new <= 0:
                 continue
             self._make_room(seq, num_new)
             if seq.status is Status.RUNNING and self.blocks.reserve(seq, num_new):
-                self._choose(draft, seq, num_new)
+                self._choose(new, seq, num_new)
 
     def _make_room(self, seq: Sequence, num_new: int) -> None:
         """Preempt running sequences, the last in order first, until there are enough free blocks for seq."""
@@ -195,8 +200,8 @@ class Scheduler:
             if victim is seq:
                 break
 
-    def _admit_waiting(self, draft: _StepDraft) -> None:
-        while self.waiting and draft.budget > 0 and len(self.running) < self.limits.max_num_seqs:
+    def _admit_waiting(self, new: _NewStep) -> None:
+        while self.waiting and new.budget > 0 and len(self.running) < self.limits.max_num_seqs:
             seq = self.waiting.peek(self.step)
             if seq.num_pending:
                 break  # preempted while a step in flight samples for it; that token must be known first
@@ -215,17 +220,17 @@ class Scheduler:
             insort(self.running, seq, key=self.policy.order)
             self._count_hits(seq, matched)
             self.blocks.adopt(seq, matched)
-            num_new = min(seq.num_remaining, draft.budget)
+            num_new = min(seq.num_remaining, new.budget)
             reserved = self.blocks.reserve(seq, num_new)
             assert reserved
-            draft.arrivals.append(self._arrival(seq))
-            self._choose(draft, seq, num_new)
+            new.arrivals.append(self._arrival(seq))
+            self._choose(new, seq, num_new)
 
-    def _choose(self, draft: _StepDraft, seq: Sequence, num_new: int) -> None:
-        draft.chosen.append((seq, num_new))
-        draft.budget -= num_new
+    def _choose(self, new: _NewStep, seq: Sequence, num_new: int) -> None:
+        new.chosen.append((seq, num_new))
+        new.budget -= num_new
         seq.num_computed += num_new
-        draft.published += self.blocks.publish(seq)
+        new.published += self.blocks.publish(seq)
 
     def _extend_decodes(self, chosen: list[tuple[Sequence, int]]) -> int:
         """How many tokens each sequence decodes before the next commit: more than one only while none waits."""
@@ -261,8 +266,8 @@ class Scheduler:
 
     # ---- commit ------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Progress]:
-        """Append the sampled tokens, without those after a stop. Plans are committed in the order they were made."""
+    def commit(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[Progress]:
+        """Append the sampled tokens up to a stop, plan by plan in their order. `seconds`: how long this one took."""
         flight = self._flights.popleft()
         assert flight.plan is plan, "plans are committed in order"
         self._retire()
@@ -272,14 +277,15 @@ class Scheduler:
             if seq is None:
                 continue  # finished or aborted while this step ran
             seq.num_pending -= plan.num_steps
-            accepted = self._append(seq, result.token_ids[row])
+            drafts, accepted = self.drafts.count(seq, plan, result, row), self._append(seq, result.token_ids[row])
             logprobs = result.logprobs[row][: len(accepted)] if result.logprobs else None
-            progress.append(Progress(seq, accepted, logprobs))
+            progress.append(Progress(seq, accepted, logprobs, drafts))
             # Blocks filled by tokens that were unknown when the step was planned (none if it just ended). A step in
             # flight may still have to compute the last of them, so they are unpublished if that step fails.
             published = self.blocks.publish(seq)
             if self._flights:
                 self._flights[-1].published += published
+        self.drafts.record(plan, result, seconds)
         return progress
 
     def fail(self, plan: StepPlan, reason: str, culprit: int | None = None) -> list[Sequence]:

@@ -89,6 +89,12 @@ class EngineCollector:
             "prefix_cache_hits": ("Prompt tokens found there", blocks.num_hits),
             "num_preemptions": ("Sequences that gave up their blocks for others", scheduler.num_preemptions),
         }
+        if scheduler.limits.num_drafts:
+            stats = self._engine.engine.stats
+            counters |= {
+                "spec_decode_num_draft_tokens": ("Tokens that were guessed and verified", stats.num_drafted),
+                "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", stats.num_accepted),
+            }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in values.items():
                 metric = family(f"vllm:{name}", text, labels=LABELS)

@@ -18,6 +18,8 @@ class StepStats:
     prefill_seconds: float = 0.0  # of steps that fed any prompt tokens
     decode_seconds: float = 0.0  # of steps that only decoded
     decode_tokens: int = 0  # generated in those
+    num_drafted: int = 0  # tokens that were guessed and verified (speculation)
+    num_accepted: int = 0  # and were right
     peak_waste: float = 1.0  # slots of blocks in use / tokens held, when most blocks were in use
     peak_blocks: int = 0
 
@@ -34,6 +36,9 @@ class StepStats:
         generated = sum(len(moved.token_ids) for moved in progress)
         self.num_steps += 1
         self.generated_tokens += generated
+        if plan.num_drafts:
+            self.num_drafted += sum(moved.drafts[0] for moved in progress)
+            self.num_accepted += sum(moved.drafts[1] for moved in progress)
         if plan.is_decode_only:
             self.decode_seconds += seconds
             self.decode_tokens += generated

@@ -124,13 +124,16 @@ FIELDS: dict[str, dict[str, Check]] = {
     "policy": {"policy": _text, "waiting": _IDS, "num_waiting": _count},
     "pause": {"paused": _flag},
 }  # fmt: skip
+# Of done: sequences with guessed tokens, how many, and how many were right. Only where there were any.
+OPTIONAL: dict[str, Check] = {"drafts": _list_of(_row(_count, _count, _count))}
 
 
 def check_event(event: Any, num_blocks: int) -> None:
     kind = event.get("type") if isinstance(event, dict) else None
     if not isinstance(kind, str) or kind not in FIELDS:
         raise RequestError(f"not an event: its type is {str(kind)[:40]!r}, known are {', '.join(FIELDS)}")
-    _check_fields(event, {"type": _text, "t": _seconds, **FIELDS[kind]}, num_blocks)
+    more = {name: check for name, check in OPTIONAL.items() if kind == "done" and name in event}
+    _check_fields(event, {"type": _text, "t": _seconds, **FIELDS[kind], **more}, num_blocks)
 
 
 def _check_fields(event: dict[str, Any], checks: dict[str, Check], num_blocks: int) -> None:
@@ -239,6 +242,9 @@ class Replay:
         self.flights.popleft()
         oldest = self.flights[0] if self.flights else math.inf
         self.held = {block: until for block, until in self.held.items() if until >= oldest}
+        for seq_id, _, num_right in event.get("drafts", ()):
+            if (seq := self.seqs.get(seq_id)) is not None:
+                seq.computed, seq.tokens = seq.computed + num_right, seq.tokens + num_right
         self._left(event)
         self.published.update(event["published"])
 

@@ -218,7 +218,10 @@ def test_a_model_without_keys_leaves_the_usual_formats_of_keys_out(
     [
         (("--formats", "fp8-row,Q3_K"), f"--formats 'Q3_K': must be of {', '.join(NAMES)}"),
         (("--formats", "int4-32+inputs"), "--formats 'int4-32+inputs': must be of none, fp8-row, fp8-row+inputs"),
-        (("--max-tokens", 100), "100 tokens, fewer than one window of 128; give a longer text"),
+        (
+            ("--max-tokens", 100),
+            "100 tokens, fewer than one window of 128; no more are read: take a shorter --window",
+        ),
         (("--window", 4096, "--max-tokens", 8192), "--window 4096:"),
         (("--text", "nowhere.txt"), "--text nowhere.txt: cannot be read"),
         (("--device", "tpu"), "--device 'tpu': must be one of auto, cpu, cuda"),

@@ -40,11 +40,14 @@ def test_an_answer_streams_in_and_survives_a_reload(page: Watched, server: Runni
     control(server, "pause")
     ask(page)
     page.until(lambda: len(server.engine.scheduler.waiting) == 1)
-    seen = []
+    seen = [""]
     for _ in range(14):  # a step at a time: what is there after each can only have been streamed
         control(server, "step")
-        page.page.wait_for_timeout(40)
-        seen.append(answer(page).locator(".text").inner_text())
+        for _ in range(50 if len(set(seen)) <= 3 else 1):  # a busy machine may take a while; a step may bring no text
+            page.page.wait_for_timeout(40)
+            if (text := answer(page).locator(".text").inner_text()) != seen[-1]:
+                break
+        seen.append(text)
     assert len(set(seen)) > 2, seen
     assert not is_idle(page)
     control(server, "resume")

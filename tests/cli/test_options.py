@@ -126,7 +126,7 @@ def test_every_option_is_explained() -> None:
 def test_every_benchmark_can_be_saved(run: Run) -> None:
     """All are declared by bench_command; `tables` measures nothing."""
     names = [each.callback.__name__ for each in bench.registered_commands if each.callback is not None]
-    assert len(names) == 12
+    assert len(names) == 13
     assert [name for name in names if "--save" not in run("bench", name, "--help").out] == ["tables"]
 
 

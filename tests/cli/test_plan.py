@@ -359,7 +359,9 @@ def test_redundant_experts(run: Run) -> None:
     small = run("plan", "--model", MIXTRAL, "--gpu-memory-gb", 11, *args[-4:], "--enable-eplb")
     assert small.code == 1
     assert "32 experts 10.83 GiB (0 redundant, a spare buffer of 0.33 GiB)" in small.out
-    assert "16 such GPUs hold it" in small.out, "without eplb: experts that are cut do not move"
+    assert "16 such GPUs hold it: --tensor-parallel-size 16 --expert-parallel-size 8" in small.out
+    advised = ("--tensor-parallel-size", 16, "--expert-parallel-size", 8)
+    assert run("plan", "--model", MIXTRAL, "--gpu-memory-gb", 11, *advised, "--enable-eplb").code == 0
     for wrong in (("--num-redundant-experts", 8), ("--enable-eplb", "--num-redundant-experts", 6)):
         assert run("plan", *args, *wrong).code != 0
 

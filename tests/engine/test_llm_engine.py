@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import (
     LLM,
@@ -319,6 +320,25 @@ def test_the_cache_holds_little_more_than_the_tokens(make_llm: MakeLLM, llama_co
         assert engine.scheduler.blocks.num_used == sum(-(-n // 16) for n in held)
     assert engine.stats.peak_blocks > 200
     assert engine.stats.peak_waste < 1.04
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_new_engine_in_a_forked_process_is_refused(make_llm: MakeLLM, llama: TinyModel) -> None:
+    """If it has threads: with one, nothing is missing in the child."""
+    make_llm()
+    for num_threads, wanted in ((2, "spawn"), (1, "made")):
+        child = os.fork()
+        if child == 0:
+            said = "made"
+            try:
+                torch.set_num_threads(num_threads)
+                LLM(str(llama.path), device="cpu", max_num_seqs=2, num_kvcache_blocks=8)
+            except EngineDeadError as error:
+                said = str(error)
+            finally:
+                os._exit(0 if wanted in said else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -19,6 +19,7 @@ from nanovllm.ops.triton import (
     activation,
     decode_attention,
     decode_state,
+    drafts,
     fp8,
     gemv,
     integers,
@@ -302,6 +303,10 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     lists = ["*i32", "*fp32", "*i32"]
     state = ["*i64", "*i64", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 5
     lane_types = ["*i32"] * 3 + ["*i64", "*i32", "*i64", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 3
+    proposed = ["*i32", "*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i64", "*i32", "*i64"] + ["i32"] * 3
+    accepted = ["*i32", "*i64", "*i32", "*i32", "*i32", "*i64", "*i64", "*i64", "*i32", "*i32"] + ["i32"] * 3
+    guesses = {"NUM": 4, "GROUP": 8}
+    lookup = {"SHORTEST": 2, "LONGEST": 5, "BLOCK_SIZE": 16, "TILE": drafts.TILE}
     warps = {"sample tiles": 2, "sample pick": 8, "sample search": sampling_search.SEARCH_WARPS, "sample report": 8}
     plain = {
         "norm": (norm.norm_kernel, [d] * 5 + ["i32", "i32", "fp32"], norm_consts),
@@ -326,6 +331,8 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
             [d, "*i32", "*i64", *tiles, *lists, "i32", "*fp32", "*i32", "i32", *sizes, "*i32"],
             {"ALL_TILES": 1024, "BLOCK": 4096, "WIDTH": 21},
         ),
+        "propose": (drafts.propose_kernel, proposed, {**guesses, **lookup}),
+        "accept": (drafts.accept_kernel, accepted, guesses),
         "advance": (decode_state.advance_kernel, state, {"BLOCK_SIZE": 16, "TILE": 256}),
         "begin": (lanes.begin_kernel, lane_types, {"BLOCK_SIZE": 16, "TILE": 128}),
         "keep": (lanes.keep_kernel, ["*i32", "*i64", "*i64", "i32"], {"TILE": 256}),
@@ -382,7 +389,7 @@ def cases_for(arch: int) -> dict:
         return cases
     # The other kernels are the same everywhere, but for bf16 (from 80) and for launches before the end of the kernel
     # before (from 90). The sampler's take most of the time: once without both and once with both.
-    some = ("advance", "begin", "keep", "norm", "silu", "sample tiles")
+    some = ("advance", "propose", "accept", "begin", "keep", "norm", "silu", "sample tiles")
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
     cases.update(integer_small_cases(half, arch))

@@ -9,14 +9,15 @@ import itertools
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from nanovllm.ops import activation, norm
+from nanovllm.ops import activation, ngram, norm, sampler_state
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as triton_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import decode_state, gemv, qk_norm_rope
+from nanovllm.ops.triton import decode_state, drafts, gemv, qk_norm_rope
 from nanovllm.ops.triton import norm as triton_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from tests.ops.kernel_rig import caches, paged_cache, rope_twin
@@ -252,6 +253,57 @@ def test_gemv_fusions(dtype):
     got = gemv.gemv(x, weight, residual=residual, out=residual)
     assert got is residual
     torch.testing.assert_close(got.float(), expected, **tolerance)
+
+
+@pytest.mark.parametrize(("num", "lookup"), [(1, (1, 1)), (3, (2, 3)), (4, (1, 5)), (7, (3, 4))])
+def test_propose_and_accept(num, lookup, monkeypatch):
+    """Of lanes that are padding, whose text does not repeat itself, that may not guess, and around a tile of 8."""
+    monkeypatch.setattr(drafts, "TILE", 8)
+    rng, block_size, width = np.random.default_rng(num), 4, 40
+    lens = [1, 2, 7, 8, 9, 10, 17, 18, 25, 32, 12, 14]
+    rows = torch.tensor([*rng.permutation(len(lens)), -1], dtype=torch.int32)
+    history = torch.from_numpy(rng.integers(0, 3, (len(lens), width)).astype(np.int32))
+    history[3, :8] = torch.arange(8)  # nothing repeats
+    tables = torch.from_numpy(rng.permutation(len(lens) * 12).reshape(len(lens), 12).astype(np.int32))
+    ints = torch.zeros(len(lens), sampler_state.NUM_INTS, dtype=torch.int32)
+    ints[10, sampler_state.ROW_FLAGS], ints[11, sampler_state.ROW_FLAGS] = sampler_state.FLAG_PENALTIES, 1
+    ends = torch.tensor([lens[row] - 1 if row >= 0 else 5 for row in rows.tolist()])
+    count, kinds = len(rows) * (1 + num), (torch.int32, torch.int64, torch.int64, torch.int32, torch.int64)
+    fed = tuple(torch.full((count,), 77, dtype=kind) for kind in kinds)
+    drafts.propose((rows, ends), history, tables, ints, fed, lookup, num, block_size)
+    drawn = torch.from_numpy(rng.integers(0, 3, count))
+    samples, steps = torch.zeros(count, 3, dtype=torch.int64), torch.ones(len(rows), dtype=torch.int32)
+    kept, guessed = torch.zeros(len(rows), 3, dtype=torch.int32), torch.zeros(len(rows), 3, dtype=torch.int32)
+    before = history.clone()
+    drafts.accept((rows, ends, steps), history, fed, drawn, (samples, kept, guessed), num)
+    for lane, row in enumerate(rows.tolist()):
+        own = [part.view(-1, 1 + num)[lane].tolist() for part in fed]
+        if row < 0:
+            assert own == [[-1] * (1 + num), [0] * (1 + num), [0] * (1 + num), [0] * (1 + num), [-1] * (1 + num)]
+            assert (steps[lane], ends[lane], kept[lane].tolist()) == (1, 5, [0, 0, 0])
+            continue
+        text = before[row, : lens[row]].numpy()
+        first = ngram.find(text, *lookup, num) if row != 10 else len(text)
+        tokens = [int(text[-1]), *text[first : first + num].tolist()]
+        places = [len(text) - 1 + i for i in range(len(tokens))]
+        rest = 1 + num - len(tokens)
+        assert own[0] == [row] * len(tokens) + [-1] * rest
+        assert own[1] == tokens + [0] * rest
+        assert own[2] == places + [0] * rest
+        assert own[3] == [place + 1 for place in places] + [0] * rest
+        slots = [int(tables[row, p // block_size]) * block_size + p % block_size for p in places]
+        assert own[4] == slots + [-1] * rest
+        new = drawn.view(-1, 1 + num)[lane].tolist()
+        right = 0
+        while right + 1 < len(tokens) and tokens[right + 1] == new[right]:
+            right += 1
+        assert history[row, len(text) : len(text) + right + 1].tolist() == new[: right + 1]
+        assert torch.equal(history[row, len(text) + right + 1 :], before[row, len(text) + right + 1 :])
+        assert (int(ends[lane]), int(steps[lane])) == (len(text) + right, 2)
+        assert (kept[lane].tolist(), guessed[lane].tolist()) == ([0, right + 1, 0], [0, len(tokens) - 1, 0])
+        assert samples.view(len(rows), 1 + num, 3)[lane, :, 1].tolist() == new
+    assert (guessed[:, 1] == 0).any()
+    assert (kept[:, 1] > 1).any()
 
 
 def test_advance():

@@ -56,5 +56,5 @@ def test_every_kernel_compiles_and_fits(compiled, arch):
     if arch in (75, 80, 90):
         expected |= {"merge", "norm", "silu", "sample", "advance", "begin", "keep", "rope", "gemv", "moe_route"}
         expected |= {"integer_gemv", "integer_expand", "integer_splits"}
-        expected |= {"moe_sum", "moe_count", "moe_place", "moe_gemv", "moe_gather", "moe_scatter"}
+        expected |= {"moe_sum", "moe_count", "moe_place", "moe_gemv", "moe_gather", "moe_scatter", "propose", "accept"}
     assert kinds == (expected | {"fp8_quantise", "fp8_rescale"} if arch == 90 else expected)

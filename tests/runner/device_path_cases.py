@@ -52,11 +52,12 @@ def on_device(llm: LLM) -> ModelRunner:
     for layer in executor.runner.model.layers:
         layer.attention.backend = TritonLatentBackend() if is_latent else TritonBackend()
     plan = executor.blueprint
-    runner = ModelRunner(
-        executor.runner.model, executor.layout, executor.device, plan.limits, plan.config.max_num_seqs, on_device=True
-    )
+    places = (executor.runner.model, executor.layout, executor.device, plan.limits, plan.config.max_num_seqs)
+    runner = ModelRunner(*places, on_device=True, drafter=executor.runner.drafter)
     assert runner._loop is not None
     runner._loop.capture(replayed)
+    if runner._draft_loop is not None:
+        runner._draft_loop.capture(replayed, runner.drafter.lengths)
     if not is_latent:
         runner._captured.capture(replayed, 8)
     runner.warm_up()
@@ -117,6 +118,41 @@ def test_tokens_are_those_of_the_plain_runner(
     for request, one, other in zip(requests, device, plain):
         assert tokens(one) == tokens(other), request
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3), request
+
+
+FEW = [31, 32, 33]  # a lookup of single tokens is right now and then
+GUESSED = [
+    ([5, 9, 2, 7, 1, 3], {"temperature": 0, "logprobs": 2}),
+    ([33, 31, 32] * 6, {"seed": 3, "allowed_token_ids": FEW, "logprobs": 25}),
+    ([31, 33], {"seed": 4, "allowed_token_ids": FEW, "top_p": 0.9, "top_k": 3}),
+    ([32, 32, 31], {"seed": 5, "allowed_token_ids": FEW, "repetition_penalty": 1.4, "frequency_penalty": 0.3}),
+    ([40, 41], {"seed": 6, "allowed_token_ids": FEW, "min_tokens": 3, "stop_token_ids": [32], "max_tokens": 20}),
+    ([33] * 17, {"seed": 7, "allowed_token_ids": FEW, "n": 2}),
+]
+
+
+@pytest.mark.parametrize("name", ["llama-mqa-bias", "deepseek-v3", "mixtral"])
+def test_guesses_change_nothing(tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    requests = GUESSED if name == "llama-mqa-bias" else GUESSED[1:4]
+    prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
+    params = [SamplingParams(**{"max_tokens": 14, "ignore_eos": True, **given}) for _, given in requests]
+    options = {**OPTIONS, "max_num_batched_tokens": 24, "num_kvcache_blocks": 9}
+    path = str(tiny(name).path)
+    with LLM(path, **options) as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(captured_steps, "TOKEN_BUCKETS", (4, 8))
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with LLM(path, **options, speculative_config=lookup) as llm:
+        on_device(llm)
+        device = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.engine.stats
+    for request, one, other in zip(requests, device, plain):
+        assert tokens(one) == tokens(other), request
+        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3), request
+    assert 0 < stats.num_accepted < stats.num_drafted
+    assert sum(out.metrics.num_accepted for out in device) == stats.num_accepted
+    assert device[-1].metrics.num_drafted > 0 or name != "llama-mqa-bias"
 
 
 class TwinBackend(SdpaBackend):

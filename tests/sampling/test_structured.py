@@ -104,7 +104,7 @@ def test_forced_text_that_spells_an_added_token_is_text(llm: LLM) -> None:
         assert isinstance(grammar, Grammar)
         ids: list[int] = []
         while len(ids) < 20 and not grammar.is_complete(ids):
-            words = structured.allowed_words([(grammar, np.asarray(ids, np.int32))], len(tokenizer))
+            words = structured.allowed_words([(grammar, np.asarray(ids, np.int32), 0)], len(tokenizer))
             ids.append(int(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0]))
         assert tokenizer.decode(ids) == "<tool_call>"
         assert ids == expected if expected else added not in ids

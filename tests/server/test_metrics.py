@@ -55,6 +55,18 @@ def test_all_names_are_there_from_the_start(fresh: Running) -> None:
     assert {name: found.get(name) for name in NAMES} == dict.fromkeys(NAMES, 0.0)
 
 
+def test_guesses_are_counted_where_there_are_any(fresh: Running, llama: TinyModel) -> None:
+    assert not any("spec_decode" in name for name in read(fresh))
+    options = {"speculative_method": "ngram", "prompt_lookup_min": 1}
+    with running(llama.path, options) as server:
+        body = {"prompt": [31, 32] * 9, "max_tokens": 40, "ignore_eos": True, "allowed_token_ids": [31, 32], "seed": 1}
+        assert server.post("/v1/completions", body).status_code == 200
+        found, stats = read(server), server.engine.stats
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == stats.num_drafted > stats.num_accepted
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == stats.num_accepted > 0
+    assert found["vllm:generation_tokens_total"] == 40
+
+
 def test_numbers_add_up(fresh: Running) -> None:
     prompt = list(range(10, 50))
     for _ in range(2):

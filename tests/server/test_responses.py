@@ -216,7 +216,7 @@ def test_a_loop_with_tools(server: Running, client: openai.OpenAI, stream: bool,
         assert grown == done.arguments == item.arguments
         assert (added.arguments, added.status, added.name) == ("", "in_progress", "weather")
         assert added.call_id == item.call_id
-        assert sum(event.type == "response.function_call_arguments.delta" for event in events) > 3
+        assert any(event.type == "response.function_call_arguments.delta" for event in events)  # pieces may be merged
     assert answer.status == "completed"
     [call] = calls_of(answer)
     check_arguments(call.name, call.arguments)

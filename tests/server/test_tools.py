@@ -139,7 +139,7 @@ def test_a_named_function_is_the_one_that_is_called(server: Running) -> None:
     assert [name for name, _ in one["calls"]] == ["weather"]
     check_arguments(*one["calls"][0])
     assert one["reason"] == "tool_calls"
-    assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 3  # arguments come as they are written
+    assert any(chunk.choices[0].delta.tool_calls for chunk in chunks)  # what a slow reader has not read yet is merged
 
 
 def test_a_call_that_is_cut_off_says_so(server: Running) -> None:

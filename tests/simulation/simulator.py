@@ -9,6 +9,8 @@ What is faked and why it finds faults:
   share a block with a sequence of the same step.
 - The next token is a function of the prefix value. So a request has one right output, whatever the policy, the cache
   size, the chunks, the preemptions, the number of decode steps or the overlap (see `expected`).
+- Where a plan allows drafts, some tokens are guessed, a random number of them right. The others leave garbage behind
+  the end of the sequence.
 - Up to `depth` further plans are made before the oldest is committed; tokens not yet known to the scheduler come from
   the device's own rows, as on a GPU.
 - A step may fail: its slots hold garbage from then on, and so do those of every step launched after it.
@@ -79,6 +81,7 @@ class Setup:
     max_num_batched_tokens: int = 16
     max_model_len: int = 1000
     decode_steps: int = 1
+    num_drafts: int = 0  # needs depth 0
     depth: int = 0  # plans made ahead of the one being committed
     policy: str = "fcfs"
     max_wait_steps: int | None = None
@@ -91,7 +94,8 @@ class Setup:
         return self.num_blocks * self.block_size
 
     def scheduler(self) -> Scheduler:
-        limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.decode_steps)
+        steps = (self.decode_steps, self.num_drafts)
+        limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, *steps)
         blocks = BlockManager(self.num_blocks, self.block_size, self.caching)
         return Scheduler(limits, blocks, make_policy(self.policy, self.max_wait_steps))
 
@@ -138,6 +142,7 @@ class FakeDevice:
         self.max_num_rows = setup.max_num_seqs
         self.slots: list[int | None] = [GARBAGE] * setup.capacity
         self.rows: dict[int, Row] = {}
+        self._random = random.Random(setup.seed)
         self.poisoned = False  # a step failed and those after it in flight compute garbage
 
     def update_rows(self, plan: StepPlan) -> None:
@@ -154,6 +159,8 @@ class FakeDevice:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.update_rows(plan)
+        if plan.num_drafts:
+            return self._execute_drafts(plan)
         sampled: list[list[int]] = [[] for entry in plan.entries if entry.samples]
         for ahead in range(plan.num_steps):
             spans = [(self.rows[e.seq_id], e.start + ahead, e.start + ahead + e.num_new) for e in plan.entries]
@@ -166,6 +173,29 @@ class FakeDevice:
                 row.token_ids.append(sample(row.value(end - 1)))
                 sampled[i].append(row.token_ids[-1])
         return StepResult(sampled)
+
+    def _execute_drafts(self, plan: StepPlan) -> StepResult:
+        sampled: list[list[int]] = [[] for _ in plan.entries]
+        num_drafted = [0] * len(plan.entries)
+        for ahead in range(plan.num_steps):
+            spans, wrong = [], []
+            for i, entry in enumerate(plan.entries):
+                row = self.rows[entry.seq_id]
+                start, count = len(row.token_ids) - 1, self._random.randint(0, plan.num_drafts)
+                assert ahead or start == entry.start, "feeds another token than the last"
+                for _ in range(self._random.randint(0, count)):
+                    row.token_ids.append(sample(row.value(len(row.token_ids) - 1)))
+                spans.append((row, start, len(row.token_ids)))
+                wrong += [self._slot(row, position) for position in range(len(row.token_ids), start + 1 + count)]
+                num_drafted[i] += count
+            self._write(spans)
+            for slot in wrong:
+                self.slots[slot] = GARBAGE
+            for i, (row, start, end) in enumerate(spans):
+                self._read(row, end)
+                row.token_ids.append(sample(row.value(end - 1)))
+                sampled[i] += row.token_ids[start + 1 :]
+        return StepResult(sampled, num_drafted=num_drafted)
 
     def _slot(self, row: Row, position: int) -> int:
         return row.table[position // self.block_size] * self.block_size + position % self.block_size
@@ -212,7 +242,7 @@ class Simulation:
         self.requests = {request.seq_id: request for request in requests}
         self.outcomes: dict[int, Outcome] = {}
         self.refused: set[int] = set()
-        self.num_steps = 0
+        self.num_steps = self.num_accepted = 0
         self._random = random.Random(setup.seed)
         self._flights: deque[_Flight] = deque()
         self._sequences: dict[int, Sequence] = {}
@@ -308,7 +338,8 @@ class Simulation:
             self._flights.clear()  # steps after a failed one fail with it
             self._fail(flight.plan)
             return
-        for progress in self.scheduler.commit(flight.plan, flight.result):
+        for progress in self.scheduler.commit(flight.plan, flight.result, self._random.random()):
+            self.num_accepted += progress.drafts[1]
             if progress.seq.finished:
                 self._note(progress.seq)
 
@@ -343,6 +374,9 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert plan.num_tokens <= limits.max_num_batched_tokens
     assert 1 <= plan.num_steps <= limits.decode_steps
     assert plan.num_steps == 1 or plan.is_decode_only
+    assert 0 <= plan.num_drafts <= limits.num_drafts
+    assert plan.num_drafts == 0 or plan.is_decode_only
+    assert len(ids) * (1 + plan.num_drafts) <= limits.max_num_batched_tokens or not plan.num_drafts
     assert all(entry.num_new >= 1 for entry in plan.entries), "a kernel cannot take zero query tokens"
     assert {arrival.seq_id for arrival in plan.arrivals} <= set(ids)
 

@@ -38,13 +38,15 @@ def random_setup(rng: random.Random, **fixed: object) -> Setup:
         "max_model_len": rng.choice([12, 40, 1000]),
         "decode_steps": rng.choice([1, 1, 2, 5, 8]),
         "depth": rng.choice([0, 0, 1, 2]),
+        "num_drafts": rng.choice([0, 1, 3, 4]),
         "policy": policy,
         "max_wait_steps": max_wait_steps,
         "caching": rng.random() < 0.85,
         "failure_rate": rng.choice([0.0, 0.0, 0.05]),
         "seed": rng.randrange(2**32),
     }
-    return Setup(**{**options, **fixed})
+    options |= fixed
+    return Setup(**{**options, "num_drafts": 0 if options["depth"] else options["num_drafts"]})
 
 
 def random_requests(rng: random.Random, setup: Setup, num: int, aborts: bool = True) -> list[Request]:
@@ -83,12 +85,13 @@ def run(setup: Setup, requests: list[Request]) -> Simulation:
 
 
 def test_ten_thousand_steps_of_random_traffic() -> None:
-    num_steps = num_preemptions = num_cached = num_outgrown = num_failed = 0
+    num_steps = num_preemptions = num_cached = num_outgrown = num_failed = num_accepted = 0
     for seed in range(500):
         rng = random.Random(seed)
         setup = random_setup(rng)
         simulation = run(setup, random_requests(rng, setup, rng.randrange(1, 14)))
         num_steps += simulation.num_steps
+        num_accepted += simulation.num_accepted
         for outcome in simulation.outcomes.values():
             num_preemptions += outcome.num_preemptions
             num_cached += outcome.num_cached_tokens
@@ -99,10 +102,10 @@ def test_ten_thousand_steps_of_random_traffic() -> None:
         )
     # The traffic must really reach what it is meant to test.
     assert num_steps > 10_000
-    assert min(num_preemptions, num_cached, num_outgrown, num_failed) > 100
+    assert min(num_preemptions, num_cached, num_outgrown, num_failed, num_accepted) > 100
 
 
-def test_output_is_the_same_for_every_policy_cache_k_and_overlap() -> None:
+def test_output_is_the_same_for_every_policy_cache_k_drafts_and_overlap() -> None:
     """Other tests compare each run with the reference; here the runs are compared with each other, without it."""
     rng = random.Random(3)
     requests = random_requests(rng, Setup(num_blocks=6, block_size=4), 12, aborts=False)
@@ -117,11 +120,12 @@ def test_output_is_the_same_for_every_policy_cache_k_and_overlap() -> None:
     assert len(base) == len(requests)
     for policy, max_wait_steps in POLICIES:
         for num_blocks, block_size in [(17, 4), (40, 4), (68, 1), (9, 8)]:
-            for decode_steps, depth in [(1, 0), (1, 2), (4, 1), (8, 0)]:
+            for decode_steps, depth, num_drafts in [(1, 0, 0), (1, 2, 0), (4, 1, 0), (8, 0, 0), (1, 0, 3), (3, 0, 2)]:
                 setup = Setup(
                     num_blocks=num_blocks,
                     block_size=block_size,
                     decode_steps=decode_steps,
+                    num_drafts=num_drafts,
                     depth=depth,
                     policy=policy,
                     max_wait_steps=max_wait_steps,

@@ -129,8 +129,8 @@ class Watched(Simulation):
             scheduler._ended = ended  # for the simulation to take
             return plan
 
-        def commit_and_tell(plan: Any, result: Any) -> Any:
-            progress = commit(plan, result)
+        def commit_and_tell(plan: Any, result: Any, seconds: float) -> Any:
+            progress = commit(plan, result, seconds)
             watcher.committed(plan, progress, 0.001)
             return progress
 

@@ -209,6 +209,22 @@ def test_rows_that_are_no_whole_blocks_stay_float(
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
 
 
+def test_what_quantises_nothing_or_twice_is_said(
+    make_llm: MakeLLM,
+    tiny: Callable[[str], TinyModel],
+    gguf_file: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_llm(tiny("deepseek-v3").path, quantization="int4")  # hidden size 48, experts of 40
+    assert "quantization='int4' quantises no matrix of this model: a row of" in caplog.text
+    caplog.clear()
+    make_llm(gguf_file(tied=True), quantization="int4")
+    assert "quantization='int4' rounds weights again that the file has in Q4_0" in caplog.text
+    caplog.clear()
+    make_llm(gguf_file(tied=True))
+    assert "rounds" not in caplog.text
+
+
 @pytest.mark.parametrize("inner", [96, 100])
 def test_experts_are_quantised_and_routers_are_not(make_llm: MakeLLM, folder: Callable[..., Path], inner: int) -> None:
     """With 100 a row of `down` is no whole number of blocks, and parts of `gate_up` no whole number of panels."""

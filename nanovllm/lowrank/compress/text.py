@@ -198,7 +198,8 @@ def evaluation_windows(tokenizer: Any, text: Path, max_tokens: int = EVAL_TOKENS
     tokens = read_tokens(tokenizer, text)[:max_tokens]
     whole = len(tokens) // window * window
     if not whole:
-        raise ConfigError(f"--text {text}: {len(tokens)} tokens, fewer than one window of {window}; give a longer text")
+        remedy = "give a longer text" if len(tokens) < max_tokens else "no more are read: take a shorter --window"
+        raise ConfigError(f"--text {text}: {len(tokens)} tokens, fewer than one window of {window}; {remedy}")
     return Windows.pack([tokens[:whole]], window)
 
 

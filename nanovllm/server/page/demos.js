@@ -87,6 +87,8 @@ export async function prefix(info, replay, say) {
   say(t("prefix.run", { count: NUM_SHORT }));
   const before = { hits: replay.hits, queries: replay.queries };
   await send(prompts, Math.min(48, Math.floor(info.max_model_len / 3)), () => 0);
+  // The events come over another connection, and may be behind the answers.
+  await until(() => replay.queries - before.queries >= prompts.flat().length, LINE_UP);
   say(t("prefix.result", { cached: replay.hits - before.hits, total: replay.queries - before.queries }));
 }
 

@@ -15,6 +15,7 @@ export const FILES = {
   timeline: SCHEDULER, prefill: SCHEDULER, decode: "nanovllm/scheduling/plan.py", preempted: SCHEDULER,
   running: SCHEDULER, waiting: POLICY, seq: "nanovllm/scheduling/sequence.py",
   ms: "nanovllm/runner/model_runner.py", rate: "nanovllm/engine/llm_engine.py", hits: CACHE, usage: CACHE,
+  drafts: "nanovllm/runner/verify.py",
   pause: "nanovllm/engine/async_engine.py", resume: "nanovllm/engine/async_engine.py",
   step: "nanovllm/engine/llm_engine.py", convoy: POLICY, prefix: CACHE,
   fcfs: POLICY, sjf: POLICY, strip: CACHE, map: CACHE, work: "nanovllm/engine/async_engine.py", tour: CACHE,

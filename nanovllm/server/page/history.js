@@ -12,7 +12,7 @@ export class History {
   clear() {
     this.version += 1;
     this.steps = [];           // {id, tokens, parts, prefill, chunks, preempted, evicted, ms}
-    this.series = { ms: [], rate: [], hits: [], usage: [] };
+    this.series = { ms: [], rate: [], hits: [], usage: [], drafts: [] };
     this.recent = [];          // [time, new tokens] of the last WINDOW
     this.idle = true;          // nothing is being computed: no tokens come, whatever the last window says
   }
@@ -61,6 +61,7 @@ export class History {
     keep(this.series.rate, seconds > 0 ? made / seconds : 0);
     keep(this.series.hits, replay.queries ? replay.hits / replay.queries : 0);
     keep(this.series.usage, replay.numOwned / replay.numBlocks);
+    if (replay.drafted) keep(this.series.drafts, replay.accepted / replay.drafted);
   }
 }
 

@@ -1,4 +1,4 @@
-// Four small plots: the newest value in figures, the last steps as a line.
+// Small plots: the newest value in figures, the last steps as a line. That of guesses is there only if some were made.
 
 const POINTS = 120;   // at most; fewer are spread out, down to FEWEST
 const FEWEST = 30;
@@ -8,8 +8,9 @@ const FORMATS = {
   rate: (value) => String(Math.round(value)),
   hits: (value) => `${Math.round(100 * value)} %`,
   usage: (value) => `${Math.round(100 * value)} %`,
+  drafts: (value) => `${Math.round(100 * value)} %`,
 };
-const LIMITS = { hits: 1, usage: 1 };  // shares are drawn against the whole, the others against their largest value
+const LIMITS = { hits: 1, usage: 1, drafts: 1 };  // shares are drawn against the whole, the others against their largest value
 
 export class Plots {
   constructor(root, colors) {
@@ -17,7 +18,7 @@ export class Plots {
     this.drawn = -1;
     this.plots = Object.keys(FORMATS).map((name) => {
       const card = root.querySelector(`[data-plot=${name}]`);
-      return { name, value: card.querySelector("output"), canvas: card.querySelector("canvas") };
+      return { name, card, value: card.querySelector("output"), canvas: card.querySelector("canvas") };
     });
   }
 
@@ -30,6 +31,7 @@ export class Plots {
     this.drawn = history.version;
     for (const plot of this.plots) {
       const values = history.values(plot.name).slice(-POINTS);
+      if (plot.name === "drafts") plot.card.hidden = !values.length;
       plot.value.textContent = values.length ? FORMATS[plot.name](values.at(-1)) : plot.name === "rate" ? "0" : "–";
       this.line(plot.canvas, values, LIMITS[plot.name] ?? Math.max(1e-9, ...values));
     }

@@ -32,7 +32,7 @@ export class Replay {
     this.policyName = "";
     this.paused = false;
     this.time = 0;
-    this.hits = this.queries = this.preemptions = 0;
+    this.hits = this.queries = this.preemptions = this.drafted = this.accepted = 0;
     this.finished = 0;
   }
 
@@ -115,6 +115,14 @@ export class Replay {
         this.held.delete(block);
         this.touch(block);
       }
+    }
+    for (const [id, drafted, right] of event.drafts ?? []) {  // tokens that were guessed, and right ones
+      const seq = this.seqs.get(id);
+      this.drafted += drafted;
+      this.accepted += right;
+      if (!seq) continue;
+      this.feed(seq, seq.computed + right);
+      seq.tokens += right;
     }
     this.left(event);
     this.publish(event.published);

@@ -1,0 +1,120 @@
+"""Drafts: the scheduler's part of speculation. How many tokens each step of a plan may guess, room for them, and what
+became of them. The runner makes the guesses and verifies them (runner/verify.py).
+
+A guessed token costs time whether or not it is accepted: how much depends on the machine, the model and the number of
+sequences. How many are accepted depends on the text. So both are measured, for a few lengths and by the size of the
+batch, and the length that has lately written most tokens a second is used. Every `RETRY` plans another length is tried
+once, because text changes: at most one plan in 16 pays for a guess that does not help.
+
+The output does not depend on it. There is no clock here: `record` is told how long a plan took.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.plan import StepPlan, StepResult
+from nanovllm.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.scheduling.scheduler import SchedulerLimits
+
+TRIALS = 3  # plans of each length before lengths are compared
+RETRY = 16
+NEWEST = 0.4  # weight of the newest plan in the mean of tokens: a text that begins to repeat itself counts at once
+NUM_TIMES = 9  # their median is the time: single steps may wait for something else
+
+
+@dataclass
+class _Speed:
+    """Of the steps of one batch size with one length."""
+
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
+    tokens: float = 0.0  # mean for each sequence and step
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.tokens += (NEWEST if self.times else 1.0) * (tokens - self.tokens)
+        self.times.append(seconds)
+
+    @property
+    def value(self) -> float:
+        return self.tokens / max(median(self.times), 1e-9)
+
+
+def draft_lengths(most: int) -> tuple[int, ...]:
+    """In the order in which they are first tried."""
+    return tuple(sorted({0, -(-most // 2), most}, reverse=True))
+
+
+class DraftLength:
+    """How many tokens to guess for each sequence, by what was measured."""
+
+    def __init__(self, most: int) -> None:
+        self.lengths = draft_lengths(most)
+        self._speeds: dict[int, dict[int, _Speed]] = {}  # size of the batch, rounded -> length -> speed
+        self._num_plans: dict[int, int] = {}
+
+    def choose(self, num_seqs: int) -> int:
+        size = _rounded(num_seqs)
+        speeds = self._speeds.setdefault(size, {length: _Speed() for length in self.lengths})
+        for length, speed in speeds.items():
+            if len(speed.times) < TRIALS:
+                return length
+        count = self._num_plans[size] = self._num_plans.get(size, 0) + 1
+        best = max(self.lengths, key=lambda length: speeds[length].value)
+        others = [length for length in self.lengths if length != best]
+        return others[count // RETRY % len(others)] if others and count % RETRY == 0 else best
+
+    def record(self, num_seqs: int, length: int, num_steps: int, num_tokens: int, seconds: float) -> None:
+        """A plan of decodes ended: so many steps, tokens of all sequences together, seconds."""
+        speeds = self._speeds.get(_rounded(num_seqs), {})
+        if length in speeds:  # not if memory allowed fewer than were chosen
+            speeds[length].add(num_tokens / (num_seqs * num_steps), seconds / num_steps)
+
+
+def _rounded(num_seqs: int) -> int:
+    return 1 << (num_seqs - 1).bit_length()
+
+
+class Drafts:
+    def __init__(self, most: int) -> None:
+        self.most, self.length = most, DraftLength(most)
+
+    def reserve(
+        self, chosen: list[tuple[Sequence, int]], num_steps: int, limits: SchedulerLimits, blocks: BlockManager
+    ) -> int:
+        """StepPlan.num_drafts for these sequences (and tokens to feed). Each gets blocks as if all guesses were right.
+        0 beside prompts, and where there are too few free blocks: no sequence is preempted for a guess."""
+        if not self.most or not chosen:
+            return 0
+        if num_steps == 1 and any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
+            return 0
+        room = min(limits.max_model_len - len(seq.token_ids) for seq, _ in chosen)
+        wanted = max(seq.stop.max_tokens - seq.num_output for seq, _ in chosen)
+        most = min(room // num_steps, -(-wanted // num_steps), limits.max_num_batched_tokens // len(chosen)) - 1
+        num_drafts = min(self.length.choose(len(chosen)), max(0, most))
+        extra = num_steps * num_drafts
+        if sum(blocks.num_missing(seq, extra) for seq, _ in chosen) > blocks.num_free:
+            return 0
+        for seq, _ in chosen:
+            reserved = blocks.reserve(seq, extra)
+            assert reserved
+        return num_drafts
+
+    def count(self, seq: Sequence, plan: StepPlan, result: StepResult, row: int) -> tuple[int, int]:
+        """(guesses that were verified, those that were right), before a result is added to its sequence. Right ones
+        were fed, so their K and V are in the cache. `row`: of the result."""
+        if not plan.num_drafts:
+            return 0, 0
+        num_right = len(result.token_ids[row]) - plan.num_steps
+        seq.num_computed += num_right
+        return result.num_drafted[row] if result.num_drafted else 0, num_right
+
+    def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        if self.most and plan.is_decode_only:
+            num_tokens = sum(map(len, result.token_ids))
+            self.length.record(len(plan.entries), plan.num_drafts, plan.num_steps, num_tokens, seconds)
