@@ -327,7 +327,7 @@ def test_dummy_weights_are_quantised(tmp_path: Path) -> None:
     assert all(each.plain is None and each.words.any() for each in parted_weights(model).values())
 
 
-def test_what_is_chosen(tmp_path: Path) -> None:
+def test_what_is_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quantised, plain = write_folders(tmp_path, "Llama", SIZES, FORMATS["awq"][0])
     assert read_facts(EngineConfig(model=str(quantised))).quantization == "int4-64"
     assert read_facts(EngineConfig(model=str(plain))).quantization == "none"
@@ -337,7 +337,10 @@ def test_what_is_chosen(tmp_path: Path) -> None:
     assert choose(quantised, load_format="dummy") is None
     assert choose(plain, quantization="int4") == IntegerForm(4, 32, True, True)
     assert choose(plain, quantization="int8") == IntegerForm(8, 32, False, True)
-    assert choose(quantised, quantization="int4").quantises  # as on a CPU: all is rounded anew
+    again = choose(quantised, quantization="int4")
+    assert again.quantises  # as on a CPU: all is rounded anew
+    report_stored(open_checkpoint(quantised), None, again, torch.bfloat16, False)
+    assert "quantization='int4' rounds weights again that the file has in AWQ; 'auto' keeps" in caplog.text
     moe = hf_model(Variant("Mixtral", {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}), 0)
     moe.save_pretrained(tmp_path / "moe")
     with pytest.raises(ConfigError, match=r"quantization='int4': on a GPU experts are not .*device='cpu', or leave"):
