@@ -55,7 +55,7 @@ def parse_workload(name: str, repeat: int = 0, vocab_size: int = LARGEST_TOKEN +
 
 
 def facts_of(engine: LLMEngine) -> ModelFacts:
-    """Of one rank, in 16 bits, or in 8 what is quantised on a GPU."""
+    """Of one rank, in 16 bits, or in fewer what is quantised on a GPU."""
     config, runs = engine.config, engine.describe()["runs_on"]
     stored = QuantizationConfig.from_hf(engine.model_config.hf)
     block = 0 if stored is None or stored.block is None else stored.block[0]
@@ -65,7 +65,7 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
         2,
         num_ranks=config.tensor_parallel_size,
         expert_size=config.expert_parallel_size,
-        quantization="fp8" if is_fp8 else "none",
+        quantization={"FP8": "fp8"}.get(runs["quantization"], runs["quantization"]),
         kv_cache_dtype=config.kv_cache_dtype,
         expert_scales=block if is_fp8 else None,
     )

@@ -23,11 +23,13 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
+from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.packed import count_weights, expected_bytes
+from nanovllm.layers.scaled import Scales
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts
-from nanovllm.ops.opset import choose_ops
+from nanovllm.ops.opset import Ops, choose_ops
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.low_rank import open_low_rank
 from nanovllm.runner.no_effect import options_without_effect
@@ -50,7 +52,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
             "compute_capability": offered["compute_capability"] or "none (no GPU)",
             "memory_bytes": total,
             "free_bytes": free,
-            "quantised_products": fp32.quantised or f"no: {why_not_quantised(device.is_gpu, fp32)}",
+            "quantised_products": quantised_products(device.is_gpu, fp32),
         },
         "versions": versions(),
         "attention_backends": offered["backends"],  # for a common model, until ours is known
@@ -77,7 +79,7 @@ def collect(config: EngineConfig) -> dict[str, Any]:
         experts = None if low_rank is None else low_rank.resident
         skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts))
         weight_bytes = expected_bytes(skeleton, packing, checkpoint, skeleton.rules)
-        packing_words = "FP8" if scales is not None else describe_packing(packing, checkpoint)
+        packing_words = describe_packing(packing, scales, checkpoint)
     finally:
         checkpoint.close()
     facts["model"] = {
@@ -105,7 +107,18 @@ def unused_options(config: EngineConfig, device: Device, placement: str | None) 
     return {"options": unused} if unused else {}
 
 
-def describe_packing(packing: str | None, checkpoint: Checkpoint) -> str:
+def quantised_products(is_gpu: bool, ops: Ops) -> str:
+    if is_gpu:
+        return "fp8, int8, int4 (of models without experts)" if ops.gemv is not None else "no: they need triton"
+    return ops.quantised or f"no: {why_not_quantised(ops)}"
+
+
+def describe_packing(packing: str | None, scales: Scales | IntegerForm | None, checkpoint: Checkpoint) -> str:
+    if isinstance(scales, Scales):
+        return "FP8"
+    if scales is not None:
+        stored = checkpoint.packed_forms() or checkpoint.quantised_types()
+        return f"int{scales.bits}" if scales.quantises else ", ".join(sorted(set(stored.values())))
     stored = {} if packing == "auto" else checkpoint.packed_forms()
     types = ", ".join(sorted(set((stored or checkpoint.quantised_types()).values())))
     return (types if packing == "auto" else packing) or (f"none ({types} is expanded)" if types else "none")

@@ -199,8 +199,8 @@ ENGINE = OptionGroup(
         "folder with another such file.",
         "device": _one_of(DEVICES),
         "dtype": f"{_one_of(DTYPES)} auto is float32 on a CPU.",
-        "quantization": "Weights on a CPU: auto keeps a GGUF, AWQ or GPTQ file quantised, int8 and int4 quantise other "
-        f"models, none computes in dtype. {_one_of(QUANTIZATIONS)}",
+        "quantization": "Weights: auto keeps a GGUF, AWQ, GPTQ or (on a GPU) FP8 file quantised; int8, int4 and (on a "
+        f"GPU) fp8 quantise other models; none computes in dtype. {_one_of(QUANTIZATIONS)}",
         "max_model_len": "Longest prompt plus output, in tokens; none = what the model was trained for.",
         "max_num_seqs": "How many sequences may run at the same time; the others wait.",
         "max_num_batched_tokens": "How many tokens one step may compute; long prompts are cut into such pieces.",

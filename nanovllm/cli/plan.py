@@ -83,8 +83,7 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     from nanovllm.engine.defaults import resolve_max_model_len
     from nanovllm.lowrank.folder import low_rank_forms
     from nanovllm.models.registry import find_family
-    from nanovllm.ops.opset import PLAIN
-    from nanovllm.runner.quantization import choose_kv_dtype, choose_packing, choose_scales, scaled_facts
+    from nanovllm.runner.quantization import choose_kv_dtype, choose_scales, scaled_facts
     from nanovllm.weights.checkpoint import open_checkpoint
     from nanovllm.weights.resolve import resolve_model
 
@@ -92,7 +91,6 @@ def read_facts(config: EngineConfig) -> ModelFacts:
     try:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         forms = low_rank_forms(checkpoint.path, model)
-        choose_packing(config, checkpoint, True, PLAIN)  # refuses what is for CPUs
         stored = scaled_facts(choose_scales(config, model, checkpoint, True, forms is not None))
     finally:
         checkpoint.close()

@@ -12,8 +12,9 @@ from torch import nn
 from nanovllm.hardware.huge_pages import HugePages
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.side_stream import SideStream
+from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.packed import PackedWeight
-from nanovllm.layers.scaled import ScaledWeight, Scales
+from nanovllm.layers.scaled import Scales
 from nanovllm.ops.opset import Ops
 
 
@@ -35,14 +36,14 @@ class Build:
     packs: bool = False  # matrices stay quantised in memory
     kv_dtype: torch.dtype | None = None  # of the KV cache, where it is not dtype
     memory: HugePages | None = None  # for weights on a CPU
-    scaling: Scales | None = None  # matrices are in 8-bit floats, on a GPU
+    scaling: Scales | IntegerForm | None = None  # matrices are in fewer bits, on a GPU
 
     def matrix(self, parts: dict[str, int], columns: int, fine: bool = False) -> Any:
         """The weight of a linear map: rows of the named parts below each other. `fine`: see PackedWeight."""
         if self.packs:
             return PackedWeight(parts, columns, fine, self.memory)
         if self.scaling is not None and not fine:
-            return ScaledWeight(parts, columns, self.scaling, self.dtype, self.device)
+            return self.scaling.weight(parts, columns, self.dtype, self.device)
         return self.parameter(sum(parts.values()), columns)
 
     @property

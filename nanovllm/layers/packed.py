@@ -19,7 +19,8 @@ from torch import nn
 from nanovllm.hardware.disk_memory import DiskMemory
 from nanovllm.hardware.huge_pages import HugePages
 from nanovllm.hardware.parallel import Shard
-from nanovllm.layers.scaled import EightBits, eight_bits
+from nanovllm.layers.integers import expect_types
+from nanovllm.layers.parted import FewerBits, fewer_bits
 from nanovllm.ops.quant import BLOCK, FORMATS, LANES, MOVED, PackedMatrix, move_blocks, pack, quantise_matrix, stack
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.gguf_quants import StoredBlocks, split
@@ -188,12 +189,12 @@ def format_of(quantization: str, weight: PackedWeight) -> str | None:
 def formats_of(model: nn.Module) -> list[str]:
     matrices = (matrix for weight in packed_weights(model).values() for matrix in weight.matrices)
     found = {m.form.name if isinstance(m, PackedMatrix) else "float32" for m in matrices}
-    return sorted(found | {"FP8" for _ in eight_bits(model)})
+    return sorted(found | {weight.label for weight in fewer_bits(model)})
 
 
 def count_weights(model: nn.Module) -> tuple[int, int]:
     """(numbers, bytes) of a model's weights, quantised or not."""
-    packed: list[PackedWeight | EightBits] = [*packed_weights(model).values(), *eight_bits(model)]
+    packed: list[PackedWeight | FewerBits] = [*packed_weights(model).values(), *fewer_bits(model)]
     plain = list(model.parameters())
     numbers = sum(rows * columns for rows, columns in (weight.shape for weight in packed))
     num_bytes = sum(weight.num_bytes for weight in packed)
@@ -202,8 +203,9 @@ def count_weights(model: nn.Module) -> tuple[int, int]:
 
 def expected_bytes(model: nn.Module, quantization: str | None, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> int:
     """Of a model that is not loaded (built on torch's meta device): what `count_weights` will find."""
+    expect_types(model, checkpoint, rules)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    size += sum(module.num_bytes for module in eight_bits(model))
+    size += sum(weight.num_bytes for weight in fewer_bits(model))
     packed = packed_weights(model)
     found: list[tuple[tuple[int, ...], str | None]] = []  # (shape, format; None: float32)
     if quantization == "auto":

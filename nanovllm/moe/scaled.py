@@ -12,7 +12,8 @@ from torch import nn
 
 from nanovllm.hardware.parallel import Shard
 from nanovllm.layers.build import Build
-from nanovllm.layers.scaled import EightBits, ScaledTarget
+from nanovllm.layers.parted import FewerBits
+from nanovllm.layers.scaled import ScaledTarget, Scales
 from nanovllm.model_config import MoeConfig
 from nanovllm.ops import fp8
 from nanovllm.ops.fp8 import ScaledStack
@@ -26,7 +27,7 @@ AT_ONCE = 4 << 20  # numbers that are quantised, some 12 bytes of the device's m
 def dense_form(moe: MoeConfig, hidden: int, build: Build) -> ExpertForm:
     """Of whole experts as this engine keeps them."""
     scales = build.scaling
-    block = scales.block if scales is not None and scales.experts else None
+    block = scales.block if isinstance(scales, Scales) and scales.experts else None
     return ExpertForm.dense(hidden, moe.intermediate_size, block)
 
 
@@ -97,7 +98,7 @@ def put_scales(scale: torch.Tensor, found: Fp8Blocks) -> None:
     scale.copy_(found.scale if scale.dim() == 2 else found.row_scales())
 
 
-class ScaledExperts(EightBits):
+class ScaledExperts(FewerBits):
     """The experts of a layer that this rank has, one block after the other."""
 
     pool: torch.Tensor
@@ -116,6 +117,10 @@ class ScaledExperts(EightBits):
     @property
     def num_bytes(self) -> int:
         return self.pool.nbytes
+
+    @property
+    def label(self) -> str:
+        return "FP8"
 
     def targets(self) -> dict[str, dict[str, LoadTarget]]:
         """By the names that the stacks of experts in 16 bits have in their layer (moe/resident.py)."""

@@ -70,18 +70,27 @@ def triton_ops() -> Ops:
     from nanovllm.ops.triton import activation as t_activation
     from nanovllm.ops.triton import fp8 as t_fp8
     from nanovllm.ops.triton import gemv as t_gemv
+    from nanovllm.ops.triton import integers as t_integers
     from nanovllm.ops.triton import mla_rope, moe_experts, moe_route
     from nanovllm.ops.triton import norm as t_norm
     from nanovllm.ops.triton import qk_norm_rope as t_rope
 
+    products = {"fp8": t_fp8.scaled_linear, "integers": t_integers.integer_linear}
+    few_rows = {"fp8": t_gemv.gemv, "integers": t_integers.integer_gemv}
+
     def few_rows_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if not isinstance(weight, torch.Tensor):  # a ScaledWeight
+        if not isinstance(weight, torch.Tensor):  # a PartedWeight
             if weight.plain is None:
-                return t_fp8.scaled_linear(x, weight, bias)
+                return products[weight.kind](x, weight, bias)
             weight = weight.plain
         if x.dtype != torch.float32 and t_gemv.prefers_gemv(len(x), *weight.shape):
             return t_gemv.gemv(x, weight, bias)
         return F.linear(x, weight, bias)
+
+    def fused_gemv(x: torch.Tensor, weight: Any, *args: Any, **options: Any) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor) or weight.plain is not None:
+            return t_gemv.gemv(x, getattr(weight, "plain", weight), *args, **options)
+        return few_rows[weight.kind](x, weight, *args, **options)
 
     return Ops(
         name="triton",
@@ -91,7 +100,7 @@ def triton_ops() -> Ops:
         add_rms_norm=t_norm.add_rms_norm,
         silu_mul=t_activation.silu_mul,
         qk_norm_rope=t_rope.qk_norm_rope,
-        gemv=t_gemv.gemv,
+        gemv=fused_gemv,
         route=moe_route.route,
         expert_pairs=moe_experts.expert_pairs,
         sum_pairs=moe_route.sum_pairs,

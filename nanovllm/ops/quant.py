@@ -257,7 +257,7 @@ def quantise_matrix(name: str, w: torch.Tensor, outputs: int | None = None) -> P
     pieces = []
     for rows in w.split(PIECE_ROWS):
         x = rows.float().unflatten(1, (blocks, BLOCK))
-        q, header = _round_eight_bits(x) if name == "Q8_0" else _round_four_bits(x)
+        q, header = round_eight_bits(x) if name == "Q8_0" else round_four_bits(x)
         heads = [number.half().view(torch.uint8).view(len(rows), blocks, 2) for number in header]
         pieces.append(pack(name, q.flatten(1), heads).data)
     outputs = len(w) if outputs is None else outputs
@@ -271,12 +271,12 @@ def _rounded(x: torch.Tensor, d: torch.Tensor, m: torch.Tensor | float, least: i
     return torch.where(d == 0, 0.0, (x - m) / d).round().clamp(least, most)
 
 
-def _round_eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def round_eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     d = (x.abs().amax(-1, keepdim=True) / 127).half().float()
     return _rounded(x, d, 0.0, -127, 127).to(torch.int8).view(torch.uint8), [d]
 
 
-def _round_four_bits(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def round_four_bits(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     low, high = x.aminmax(dim=-1, keepdim=True)
     best = ((high - low) / 15).half().float(), low.half().float()
     error, q = torch.full_like(low, torch.inf), x

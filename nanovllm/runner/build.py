@@ -25,8 +25,10 @@ from nanovllm.hardware.huge_pages import HugePages, has_huge_pages
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.side_stream import side_stream
 from nanovllm.layers.build import Build
+from nanovllm.layers.integers import IntegerForm, expect_types
 from nanovllm.layers.packed import Packing, mean_bytes
-from nanovllm.layers.scaled import ScaledLoading, Scales
+from nanovllm.layers.parted import PartedLoading
+from nanovllm.layers.scaled import Scales
 from nanovllm.layers.scaled_attention import scaled_layers
 from nanovllm.lowrank.checkpoint import RULES as SVD_RULES
 from nanovllm.model_config import ModelConfig
@@ -137,6 +139,7 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None]) -> Transfo
     _warn(blueprint, placement)
     experts = None if blueprint.low_rank is None else blueprint.low_rank.resident
     model = blueprint.make_model(build, experts if offload is None else offload.experts)
+    expect_types(model, blueprint.checkpoint, model.rules)
     with logged("weights loaded and kernels compiled"):
         wait_for_kernels = _compile_ahead(blueprint, model)
         disk = DiskMemory(cache_folder()) if placement == "disk" else None
@@ -199,14 +202,14 @@ def _load(
     offload: Offload | None,
     packing: str | None,
     disk: DiskMemory | None,
-    scales: Scales | None,
+    scales: Scales | IntegerForm | None,
 ) -> None:
     places: dict[str, Any] = {} if offload is None else offload.places()
     checkpoint, scaled = blueprint.checkpoint, scaled_layers(model.layers)
     stored = {**checkpoint.packed_forms(), **checkpoint.quantised_types()}
-    packed: Packing | ScaledLoading | None = None if packing is None else Packing(model, packing, stored, disk)
+    packed: Packing | PartedLoading | None = None if packing is None else Packing(model, packing, stored, disk)
     if scales is not None:
-        packed = ScaledLoading(model)
+        packed = PartedLoading(model)
         places |= scaled_expert_targets(model)
     if packed is not None:
         places = {**places, **packed.targets()}
@@ -222,7 +225,7 @@ def _load(
         logger.info("KV cache in 8-bit floats (e4m3); scales of keys and values, by layer, are %s", source)
     if packed is not None and blueprint.parallel.rank == 0:
         packed.report()
-        if scales is not None and blueprint.low_rank is None:
+        if isinstance(scales, Scales) and blueprint.low_rank is None:
             report_experts(scales, blueprint.model_config, blueprint.parallel)
         if blueprint.low_rank is not None:
             logger.info("experts stay in %s: low-rank ones are not quantised", blueprint.dtype)

@@ -13,6 +13,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.parallel import Parallel
+from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.scaled import Scales
 from nanovllm.layers.scaled_attention import ScaledAttention
 from nanovllm.lowrank.folder import DISABLE
@@ -21,7 +22,7 @@ from nanovllm.ops.fp8 import BLOCK
 from nanovllm.ops.kv_cache import E4M3
 from nanovllm.ops.native.build import load_library
 from nanovllm.ops.opset import Ops
-from nanovllm.quantization_config import FP8, QuantizationConfig
+from nanovllm.quantization_config import AWQ, FP8, GPTQ, PACKED, QuantizationConfig
 from nanovllm.weights.checkpoint import Checkpoint, has_fp8_experts
 from nanovllm.weights.expert_form import ExpertForm
 from nanovllm.weights.fp8 import Fp8Weight
@@ -29,13 +30,53 @@ from nanovllm.weights.quantised import KV_SCALE
 
 logger = logging.getLogger("nanovllm")
 FP8_FORM = Fp8Weight.form
+FOUR_BITS = (AWQ, GPTQ, PACKED)
+INTEGERS = {"int4": 4, "int8": 8}  # quantization= -> bits
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # stay in 16 bits on a GPU
 FP8_NAMES = ("fp8", "fp8_e4m3")  # vLLM's, for the same
 
 
 def choose_scales(
     config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool, low_rank: bool = False
+) -> Scales | IntegerForm | None:
+    """Of matrices in fewer bits on a GPU; None: they are not. `low_rank`: the model runs with low-rank experts."""
+    given = (config, model, checkpoint, is_gpu)
+    return _choose_floats(*given, low_rank) or _choose_integers(*given)
+
+
+def _choose_integers(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool
+) -> IntegerForm | None:
+    wanted = config.quantization
+    if not is_gpu or wanted not in ("auto", *INTEGERS):
+        return None
+    if wanted in INTEGERS:
+        if why := why_not_integers(model):
+            raise ConfigError(f"quantization={wanted!r}: {why}, or leave quantization out")
+        return IntegerForm(INTEGERS[wanted], has_offset=wanted == "int4", quantises=True)
+    if config.load_format == "dummy" or why_not_integers(model):
+        return None
+    stored = QuantizationConfig.from_hf(checkpoint.config)
+    if stored is not None:
+        is_packed = stored.form in FOUR_BITS and bool(checkpoint.packed_forms())
+        return IntegerForm(4, stored.group_size, not stored.symmetric) if is_packed else None
+    types = {name: kind for name, kind in checkpoint.quantised_types().items() if name not in TABLES}
+    return IntegerForm.of_gguf(list(types.values())) if types else None
+
+
+def why_not_integers(model: ModelConfig) -> str:
+    """On a GPU, with the remedy; empty: products with integers of 4 and 8 bits can be computed."""
+    if importlib.util.find_spec("triton") is None:
+        return "products with integers of 4 and 8 bits need triton (pip install triton)"
+    if model.moe is not None:
+        return "on a GPU experts are not computed in integers; use a model without, or set device='cpu'"
+    return ""
+
+
+def _choose_floats(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool, low_rank: bool
 ) -> Scales | None:
-    """None: matrices are not in 8-bit floats. `low_rank`: the model runs with low-rank experts."""
+    """None: matrices are not in 8-bit floats."""
     wanted, forms = config.quantization, set(checkpoint.packed_forms().values())
     stored = QuantizationConfig.from_hf(checkpoint.config)
     is_estimate = config.load_format != "dummy" and not checkpoint.names()  # config.json alone (`nanovllm plan`)
@@ -58,10 +99,10 @@ def choose_scales(
     return Scales(BLOCK if blocks else 0, quantises, experts=has_experts and fits)
 
 
-def scaled_facts(scales: Scales | None) -> dict[str, Any]:
+def scaled_facts(scales: Scales | IntegerForm | None) -> dict[str, Any]:
     """What ModelFacts are to know of them."""
-    if scales is None:
-        return {}
+    if not isinstance(scales, Scales):
+        return {} if scales is None else {"quantization": scales.name}
     experts, factor = scales.block if scales.experts else None, 2.0 if scales.experts and scales.quantises else 1.0
     return {"quantization": "fp8", "expert_scales": experts, "disk_factor": factor}
 
@@ -92,14 +133,14 @@ def why_not_fp8(is_gpu: bool) -> str:
 def choose_packing(config: EngineConfig, checkpoint: Checkpoint, is_gpu: bool, ops: Ops) -> str | None:
     """None: numbers of `dtype`, as in a safetensors file. Else what layers/packed.py:Packing takes."""
     wanted = config.quantization
-    if wanted in ("none", "fp8"):
+    if wanted in ("none", "fp8") or is_gpu:
         return None
-    why = why_not_quantised(is_gpu, ops)
+    why = why_not_quantised(ops)
     if wanted != "auto":
         if why:
             raise ConfigError(f"quantization={wanted!r}: {why}, or leave quantization out")
         return wanted
-    if is_gpu or config.load_format == "dummy" or not checkpoint.quantised_types():
+    if config.load_format == "dummy" or not checkpoint.quantised_types():
         return None
     if config.enable_eplb:  # config.py refuses it with int8 and int4
         why = why or "experts move between ranks as numbers of dtype; leave enable_eplb out"
@@ -109,11 +150,20 @@ def choose_packing(config: EngineConfig, checkpoint: Checkpoint, is_gpu: bool, o
 
 
 def report_stored(
-    checkpoint: Checkpoint, packing: str | None, scales: Scales | None, dtype: torch.dtype, uses_kv_scales: bool
+    checkpoint: Checkpoint,
+    packing: str | None,
+    scales: Scales | IntegerForm | None,
+    dtype: torch.dtype,
+    uses_kv_scales: bool,
 ) -> None:
-    """What of a quantised safetensors file is not computed as it is stored."""
-    forms = checkpoint.packed_forms()
-    if forms and packing is None and scales is None:
+    """What of a quantised file is not computed as it is stored."""
+    forms = checkpoint.packed_forms() or checkpoint.quantised_types()
+    if forms and isinstance(scales, IntegerForm) and scales.quantises:
+        text = "quantization='int%d' rounds weights again that the file has in %s; 'auto' keeps them as they are"
+        logger.warning(text, scales.bits, ", ".join(sorted(set(forms.values()))))
+    if scales is not None:
+        forms = {name: kind for name, kind in checkpoint.quantised_types().items() if name in TABLES}
+    if forms and packing is None:
         size = sum(math.prod(checkpoint.shape(name)) for name in forms) * dtype.itemsize / 1e9
         form, what = ", ".join(sorted(set(forms.values()))), str(dtype).removeprefix("torch.")
         text = "%d matrices stored as %s are expanded to %s: %.2f GB in memory, of all ranks together"
@@ -122,12 +172,10 @@ def report_stored(
         logger.info("%d scales of activations or of a KV cache are not used: %s, ...", len(unused), unused[0])
 
 
-def why_not_quantised(is_gpu: bool, ops: Ops) -> str:
-    """With the remedy; empty: quantised products can be computed."""
+def why_not_quantised(ops: Ops) -> str:
+    """On a CPU, with the remedy; empty: quantised products can be computed."""
     if ops.quantised:
         return ""
-    if is_gpu:
-        return "products with integers of 4 and 8 bits run on a CPU only; set device='cpu', or quantization='fp8'"
     library = load_library()
     if isinstance(library, str):
         return f"products with quantised weights need compiled C code: {library}"

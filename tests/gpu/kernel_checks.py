@@ -13,11 +13,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from nanovllm.layers.integers import IntegerForm, IntegerWeight
 from nanovllm.ops import activation, mla, norm
+from nanovllm.ops import integers as plain_integers
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import decode_state, gemv, mla_decode, mla_prefill, mla_rope, qk_norm_rope
+from nanovllm.ops.triton import (
+    decode_state,
+    gemv,
+    integers,
+    integers_matmul,
+    mla_decode,
+    mla_prefill,
+    mla_rope,
+    qk_norm_rope,
+)
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
@@ -213,6 +224,52 @@ def check_gemv() -> float:
     return max(errors)
 
 
+def integer_weight(outputs, size, bits=4, group=128, has_offset=True, act_order=False):
+    """Words of any bits; weights of about size^-0.5."""
+    weight = IntegerWeight({"": outputs}, size, IntegerForm(bits, group, has_offset), BF16, torch.device(DEVICE))
+    weight.words.random_(-(2**31), 2**31)
+    weight.scale.uniform_(0.0, 4 * size**-0.5 / 2**bits)
+    if weight.offset is not None:
+        weight.offset.normal_(std=size**-0.5 / 4)
+    if act_order:
+        weight.order = torch.randperm(size, device=DEVICE)
+    return weight
+
+
+INTEGERS = ((1021, 4096, 4, 128), (512, 12288, 4, 32, False), (1024, 2080, 8, 32, False), (514, 1024, 8, 16))
+INTEGER_ROWS = (1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256, 257)
+
+
+def check_integers() -> float:
+    """Both kinds of kernel and the expansion, with every fusion, at every border of rows; and twice the same bits."""
+    errors = []
+    for form, act_order in itertools.product(INTEGERS, (False, True)):
+        weight = integer_weight(*form, act_order=act_order)
+        n, k = weight.shape
+        exact, bias, gain = plain_integers.expand(weight, torch.float32), rand(n), rand(k)
+        for rows in INTEGER_ROWS:
+            x = rand(rows, k)
+            found = integers.integer_linear(x, weight, bias)
+            errors.append(max_error(found, x.float() @ exact.T + bias.float(), BF16))
+            assert torch.equal(integers.integer_linear(x, weight, bias), found), "two runs differ"
+        for rows in (1, 2):
+            x, residual = rand(rows, k), rand(rows, n)
+            normed = norm.rms_norm(x.float(), gain.float(), 1e-6) @ exact.T
+            got = integers.integer_gemv(x, weight, norm=(gain, 1e-6), residual=residual)
+            errors.append(max_error(got, normed + residual.float(), BF16))
+            if n % 2 == 0:
+                got = integers.integer_gemv(x, weight, norm=(gain, 1e-6), gated=True)
+                errors.append(max_error(got, activation.silu_mul(normed), BF16))
+        weight.order = None
+        plain = plain_integers.expand(weight, BF16)
+        errors.append(max_error(integers_matmul.expand_words(weight, BF16), plain, BF16))
+        x = rand(33, k)
+        for splits in (1, 2, 3, 7):
+            found = integers_matmul.integer_matmul(x, weight, splits=splits)
+            errors.append(max_error(found, x.float() @ plain.float().T, BF16))
+    return max(errors)
+
+
 def check_advance() -> float:
     rows, block_size, width = 300, 16, 8
     lens = torch.randint(0, 100, (rows,), device=DEVICE, dtype=torch.int32)
@@ -235,7 +292,12 @@ def check_advance() -> float:
 
 def check_jobs() -> list[tuple[str, Callable[[], float]]]:
     jobs = [("norm+silu", check_norm), ("rope", check_rope), ("sampling", check_sampling)]
-    jobs += [("gemv", check_gemv), ("advance", check_advance), ("large cache", check_large_cache)]
+    jobs += [
+        ("gemv", check_gemv),
+        ("integers", check_integers),
+        ("advance", check_advance),
+        ("large cache", check_large_cache),
+    ]
     shapes = [(BF16, 64, 3, 16), (BF16, 80, 2, 64), (BF16, 96, 1, 16), (BF16, 128, 2, 256), (BF16, 128, 4, 64)]
     shapes += [(BF16, 192, 1, 64), (BF16, 256, 8, 256), (FP16, 128, 2, 128), (FP32, 64, 3, 16), (BF16, 128, 2, 16)]
     for i, (dtype, head_dim, group, block_size) in enumerate(shapes):

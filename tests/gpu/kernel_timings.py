@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kernel_checks import BF16, DEVICE, rand
+from kernel_checks import BF16, DEVICE, integer_weight, rand
 
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import gemv, mla_decode, mla_prefill, qk_norm_rope
+from nanovllm.ops.triton import gemv, integers, mla_decode, mla_prefill, qk_norm_rope
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
@@ -160,6 +160,39 @@ def time_layer(rows, shapes, fused):
     return build
 
 
+def time_integers(rows, n, k, bits, group, has_offset=True, kernel="integer_linear", **options):
+    """As the engine calls it; or one of its kernels at rows or with a block that the rule does not take."""
+
+    def build() -> Timed:
+        num_bytes = n * k * bits / 8 + n * (k / group) * (4 if has_offset else 2)
+        weights = [integer_weight(n, k, bits, group, has_offset) for _ in copies(num_bytes)]
+        x, run = rand(rows, k), getattr(integers, kernel)
+        if kernel == "expand_words":
+            num_bytes += n * k * 2
+            return Timed([lambda w=w: run(w, BF16) for w in weights], num_bytes=num_bytes)
+        return Timed([lambda w=w: run(x, w, **options) for w in weights], num_bytes=num_bytes)
+
+    return build
+
+
+def integer_jobs() -> Builds:
+    """Qwen3-8B's matrices. The share of the bandwidth at 1 to 8 rows is the figure to reach (70 %)."""
+    jobs: Builds = []
+    for name, shape in SHAPES_LARGE.items():
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+            jobs.append((f"int4-128 {name} m{rows}", time_integers(rows, *shape, 4, 128)))
+        for label, form in {"int4-32": (4, 32), "Q4_0": (4, 32, False), "Q8_0": (8, 32, False)}.items():
+            jobs += [(f"{label} {name} m{rows}", time_integers(rows, *shape, *form)) for rows in (1, 8, 64)]
+        jobs.append((f"int4-128 {name} expand", time_integers(1, *shape, 4, 128, kernel="expand_words")))
+        for block in ((2, 256), (4, 128), (8, 128), (8, 256)):
+            job = time_integers(1, *shape, 4, 128, kernel="integer_gemv", block=block)
+            jobs.append((f"int4-128 {name} m1 {block}", job))
+        for rows in (1, 2, 512):
+            job = time_integers(rows, *shape, 4, 128, kernel="integer_matmul")
+            jobs.append((f"int4-128 {name} m{rows} matmul", job))
+    return jobs
+
+
 def time_sampling(rows, vocab=151936, **params):
     def build() -> Timed:
         num_bytes = rows * vocab * 2
@@ -232,6 +265,7 @@ def timing_jobs() -> Builds:
     jobs += [(f"mla decode {b}x{n}", time_mla_decode(b, n)) for b, n in ((32, 4096), *DECODE_SHAPES)]
     jobs += [(f"mla prompt {b}x{n}", time_mla_prompt(b, n)) for b, n in PREFILL_SHAPES]
     jobs += linear_jobs()
+    jobs += integer_jobs()
     for rows in (1, 64, 256):
         jobs.append((f"sampling {rows} rows", time_sampling(rows)))
         jobs.append((f"sampling {rows} rows, top_k=20 top_p=0.95", time_sampling(rows, top_k=20, top_p=0.95)))

@@ -17,7 +17,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
 from nanovllm.layers.packed import count_weights, formats_of
-from nanovllm.layers.scaled import ScaledLoading, Scales
+from nanovllm.layers.parted import PartedLoading
+from nanovllm.layers.scaled import Scales
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
@@ -86,7 +87,7 @@ def model_of(path: Path, scales: Scales | None, parallel: Parallel) -> Any:
     config = ModelConfig.from_hf(checkpoint.config)
     build = Build(torch.float32, CPU, PLAIN, parallel, scaling=scales)
     model = find_family(config)(config, Parts(build, SdpaBackend(), 64)).eval()
-    load_weights(model, checkpoint, model.rules, {**ScaledLoading(model).targets(), **scaled_expert_targets(model)})
+    load_weights(model, checkpoint, model.rules, {**PartedLoading(model).targets(), **scaled_expert_targets(model)})
     checkpoint.close()
     return model
 

@@ -22,6 +22,8 @@ from nanovllm.ops.triton import (
     drafts,
     fp8,
     gemv,
+    integers,
+    integers_matmul,
     lanes,
     mla_absorb,
     mla_decode,
@@ -174,6 +176,48 @@ def quantise_case(dtype: str, groups: int, group: int):
     consts = {"SIZE": 4096, "GROUPS": groups, "GROUP": group, "MOST": 448.0, "TINY": 1e-12}
     types = [f"*{dtype}", "*fp8e4nv", "*fp32", "i32:16", "i32"]
     return lambda arch: compile_kernel(fp8.quantise_kernel, types, consts, arch, 8)
+
+
+def integer_gemv_case(dtype: str, rows: int, size: int, fused: bool, bits: int, group: int):
+    block_n, block_w = integers.choose_block(rows, size * bits // 32, fused)
+    consts = {"SIZE": size, "BITS": bits, "GROUP": group, "NUM_ROWS": rows, "BLOCK_N": block_n, "BLOCK_W": block_w}
+    consts |= {"HAS_OFFSET": bits == 4, "HAS_BIAS": not fused, "HAS_NORM": fused, "GATED": fused}
+    consts |= {"HAS_RESIDUAL": not fused}
+    d = f"*{dtype}"
+    types = [d, "*i32", "*fp16", "*fp16", d, d, d, d, "i32:16", "i32:16", "fp32"]
+    return lambda arch: compile_kernel(integers.integer_gemv_kernel, types, consts, arch, 1)
+
+
+def integer_cases(dtype: str, arch: int) -> dict:
+    """With tensor cores: as the rule cuts them. The largest tile everywhere, for its shared memory; the rest where all
+    kernels are compiled."""
+    d, cases, is_all = f"*{dtype}", {}, arch in (80, 90)
+    form = {"SIZE": 4096, "BITS": 4, "GROUP": 128, "HAS_OFFSET": True}
+    types = [d, "*i32", "*fp16", "*fp16", d, d, "i32", "i32:16", "i32:16", "i32"]
+    for rows, more in ((256, {}), (16, {}), (64, {"BITS": 8, "GROUP": 16})) if is_all else ((256, {}),):
+        tile = integers_matmul.choose_tile(rows)
+        consts = {**form, **more, **dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_W"), tile)), "HAS_BIAS": True}
+        options = integers_matmul.choose_warps(tile[0]), integers_matmul.choose_stages(tile[0])
+        cases[f"integer_matmul {dtype} {rows}"] = lambda arch, consts=consts, options=options: compile_kernel(
+            integers_matmul.integer_matmul_kernel, types, consts, arch, *options
+        )
+    return cases
+
+
+def integer_small_cases(dtype: str, arch: int) -> dict:
+    d = f"*{dtype}"
+    form = {"SIZE": 4096, "BITS": 4, "GROUP": 128, "HAS_OFFSET": True, "BLOCK_N": 8, "BLOCK_W": 64}
+    split = {"TILE": 512, "HAS_BIAS": True}
+    return {
+        f"integer_gemv {dtype}": integer_gemv_case(dtype, 1, 1024, True, 4, 128),
+        f"integer_gemv rows {dtype}": integer_gemv_case(dtype, 2, 4096 + 32, False, 8, 32),
+        f"integer_expand {dtype}": lambda arch: compile_kernel(
+            integers_matmul.expand_kernel, ["*i32", "*fp16", "*fp16", d, "i32:16"], form, arch
+        ),
+        f"integer_splits {dtype}": lambda arch: compile_kernel(
+            integers_matmul.add_splits_kernel, ["*fp32", d, d, "i32", "i32", "i32:16"], split, arch
+        ),
+    }
 
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -356,8 +400,9 @@ def tiled_cases(half: str, arch: int) -> dict:
     if arch in (75, 80, 90):  # the others have their tiles
         cases.update(moe_cases(half, arch, (17, 513) if arch == 90 else (513,), scaled=128))
         cases.update(moe_cases(half, arch, (513,) if arch == 90 else (17,), scaled=1))
-    if arch >= 80:  # what TritonLatentBackend takes
+    if arch >= 80:  # what TritonLatentBackend takes, and `integer_linear`
         cases.update(mla_cases(half, arch, 16))
+        cases.update(integer_cases(half, arch))
     return cases
 
 
@@ -366,7 +411,7 @@ def cases_for(arch: int) -> dict:
     half = "fp16" if arch < 80 else "bf16"
     cases = tiled_cases(half, arch)
     if arch == 89:  # the tiles, shared memory and instructions of 86: some stand for all
-        some = ("prefill bf16", "decode bf16", "moe_gate_up bf16 513", "moe_down bf16 513")
+        some = ("prefill bf16", "decode bf16", "moe_gate_up bf16 513", "moe_down bf16 513", "integer_matmul")
         return {name: case for name, case in cases.items() if name.startswith(some)}
     if arch in (86, 100, 120):
         return cases
@@ -376,6 +421,7 @@ def cases_for(arch: int) -> dict:
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
     cases.update(moe_gemv_cases(half, arch))
+    cases.update(integer_small_cases(half, arch))
     cases["merge"] = merge_case(half)
     cases[f"rope {half}"] = rope_case(half, 128, 128, True)
     cases[f"rope {half} e4m3"] = rope_case(half, 128, 128, True, e4m3=True)

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
 
+from nanovllm.layers.integers import IntegerForm, IntegerWeight
 from nanovllm.moe.scaled import expert_views
 from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.ops.triton import (
@@ -24,6 +25,8 @@ from nanovllm.ops.triton import (
     decode_attention,
     decode_state,
     gemv,
+    integers,
+    integers_matmul,
     lanes,
     mla_decode,
     mla_prefill,
@@ -174,6 +177,23 @@ def test_gemv(compiled):
     assert {rows for rows, _, _ in used} == {1, 2, 4}
     assert len(used) == 12
     assert len(compiled["gemv_kernel"]) <= len(used)
+
+
+def test_integers(compiled, monkeypatch):
+    """Of each of three projections: a matrix-vector product for 1 and 2 rows, four tiles of rows with and without
+    splits, one expansion. More splits of one tile are no new variant."""
+    monkeypatch.setattr(integers_matmul, "num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(integers.F, "linear", lambda x, *_: x)
+    device = torch.device("cpu")
+    for out_size, size in ((1024, 2048), (6144, 1024), (1024, 3072)):
+        weight = IntegerWeight({"": out_size}, size, IntegerForm(4, 128), BF16, device)
+        for rows in range(1, 300, 3 if out_size == 6144 else 1):
+            integers.integer_linear(empty(rows, size), weight)
+        integers.integer_linear(empty(2, size), weight)
+    assert len(compiled["integer_gemv_kernel"]) == 3 * 2
+    assert len(compiled["integer_matmul_kernel"]) <= 3 * 4 * 2
+    assert len(compiled["add_splits_kernel"]) <= 2
+    assert len(compiled["expand_kernel"]) == 3
 
 
 @pytest.mark.parametrize("block", [None, 0, 128])

@@ -56,6 +56,20 @@ def write_tokenizer(writer: gguf.GGUFWriter, pre: str = "smollm") -> int:
     return len(tokens)
 
 
+def blocks_of(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """uint8 [rows, bytes of a row]. The gguf package does not round to K types: such blocks are drawn, with numbers as
+    large as weights are."""
+    if not kind.name.endswith("_K"):
+        return gguf.quants.quantize(array, kind)
+    length, size = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(array.shape[0])
+    raw = generator.integers(0, 256, (array.size // length, size), dtype=np.uint8)
+    for at in (208,) if kind.name == "Q6_K" else (0, 2):  # d, and that of the minimum
+        numbers = generator.uniform(1e-4, 4e-4, len(raw)).astype(np.float16)
+        raw[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
+    return raw.reshape(len(array), -1)
+
+
 def write_model(
     path: Path,
     arch: str,
@@ -112,7 +126,7 @@ def write_model(
         if kind is None:
             writer.add_tensor(name, array)
         else:
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(name, blocks_of(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -248,13 +248,9 @@ def test_what_was_asked_for_and_cannot_be_is_refused_with_the_remedy(make_llm: M
         make_llm(quantization="int8", dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"enable_eplb=True: .* quantization='int8'"):
         EngineConfig(quantization="int8", enable_eplb=True, tensor_parallel_size=2, expert_parallel_size=2)
-    with pytest.raises(
-        ConfigError, match=r"quantization='int4': .* on a CPU only; set device='cpu', or quantization='fp8', or leave"
-    ):
-        quantization.choose_packing(EngineConfig(quantization="int4"), None, True, opset.PLAIN)  # type: ignore[arg-type]
 
 
-def test_on_a_gpu_a_gguf_file_is_expanded(gguf_file: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_gpu_other_kernels_decide(gguf_file: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = open_checkpoint(gguf_file(tied=True))
     assert quantization.choose_packing(EngineConfig(), checkpoint, True, opset.PLAIN) is None
     assert quantization.choose_packing(EngineConfig(), checkpoint, False, opset.native_ops()) == "auto"

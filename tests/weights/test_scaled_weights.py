@@ -15,7 +15,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.parallel import Parallel, Shard
 from nanovllm.layers.build import Build
-from nanovllm.layers.scaled import ScaledLoading, ScaledWeight, Scales, scaled_weights
+from nanovllm.layers.parted import PartedLoading, parted_weights
+from nanovllm.layers.scaled import ScaledWeight, Scales
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts
@@ -112,7 +113,7 @@ def model_of(path: Path, scales: Scales | None, **more: Any) -> Any:
     if scales is None:
         build = replace(build, ops=PLAIN)
     model = find_family(config)(config, Parts(build, SdpaBackend(), 64)).eval()
-    targets = ScaledLoading(model).targets()
+    targets = PartedLoading(model).targets()
     if more.get("dummy"):
         load_dummy(model, 0, targets)
     else:
@@ -126,7 +127,7 @@ def test_a_model_holds_the_numbers_of_its_file(tmp_path: Path, name: str) -> Non
     sample, scales = FORMATS[name]
     quantised, plain = write_folders(tmp_path, "Llama", SIZES, sample)
     found, expected = model_of(quantised, scales), model_of(plain, None)
-    weights = scaled_weights(found)
+    weights = parted_weights(found)
     assert len(weights) == 4 * len(found.layers)
     for place, each in weights.items():
         assert torch.equal(numbers(each), expected.get_parameter(place)), place
@@ -138,7 +139,7 @@ def test_dummy_weights_are_quantised(tmp_path: Path) -> None:
     sample, _ = FORMATS["row"]
     _, plain = write_folders(tmp_path, "Llama", SIZES, sample)
     model = model_of(plain, Scales(quantises=True), dummy=True)
-    assert all(each.plain is None and each.q.float().abs().max() == 448 for each in scaled_weights(model).values())
+    assert all(each.plain is None and each.q.float().abs().max() == 448 for each in parted_weights(model).values())
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -70,6 +70,30 @@ def gemv_kernel(
         total *= tl.load(scale_ptr + n, mask=inside, other=0.0)[:, None]
         if GATED:
             up_total *= tl.load(up_scale_ptr + n, mask=inside, other=0.0)[:, None]
+    rest = (bias_ptr, residual_ptr, out_ptr)
+    finish(total, up_total, squares, n, rest, out_size, eps, SIZE, NUM_ROWS, HAS_BIAS, HAS_NORM, GATED, HAS_RESIDUAL)
+
+
+@triton.jit
+def finish(
+    total,
+    up_total,
+    squares,
+    n,
+    pointers,
+    out_size,
+    eps,
+    SIZE: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """Sums [BLOCK_N, ROWS] to outputs n of all rows: the norm's factor, bias, gate, residual."""
+    bias_ptr, residual_ptr, out_ptr = pointers
+    inside = n < out_size
+    r = tl.arange(0, total.shape[1])
     if HAS_NORM:
         scale = tl.rsqrt(squares / SIZE + eps)[None, :]
         total *= scale
@@ -170,12 +194,9 @@ def gemv(
     rows, size = x.shape
     scale, scaled = x, 0
     if not isinstance(weight, torch.Tensor):
-        if weight.plain is not None:
-            weight = weight.plain
-        else:
-            weight, scale, scaled = weight.q, weight.scale, weight.block or 1
-            if (0, 0) < capability(x.device) < FP8_UNITS:
-                weight = weight.view(torch.uint8)
+        weight, scale, scaled = weight.q, weight.scale, weight.block or 1
+        if (0, 0) < capability(x.device) < FP8_UNITS:
+            weight = weight.view(torch.uint8)
     out_size = weight.shape[0] // 2 if gated else weight.shape[0]
     assert 1 <= rows <= MAX_ROWS
     assert weight.stride(1) == 1

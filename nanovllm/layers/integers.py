@@ -1,0 +1,210 @@
+"""IntegerWeight: a weight of integers of 4 or 8 bits with a scale for each group of inputs, on a GPU (ops/integers.py).
+
+Parts of one weight (q, k and v) may come in different forms: the wider bits and the smaller groups serve all. It
+becomes an ordinary one where a row is no multiple of 32, where ranks cut it elsewhere, where the parts have their
+inputs in different orders (act-order), or where scales are beyond float16."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.parted import PartedWeight, parted_weights
+from nanovllm.ops import integers
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.four_bits import Grouped
+from nanovllm.weights.gguf_quants import StoredBlocks
+from nanovllm.weights.integer_groups import KINDS, IntegerGroups, from_blocks, from_grouped
+from nanovllm.weights.loader import PackedTarget
+from nanovllm.weights.rules import Rule, find_destination
+
+
+@dataclass(frozen=True)
+class IntegerForm:
+    """Of the weights of a model. Those that a file has in another form take that one when they are loaded."""
+
+    bits: int = 4
+    group: int | None = 32  # inputs that share a scale; None: a whole row
+    has_offset: bool = True
+    quantises: bool = False  # whatever the file has is quantised, in groups of 32; otherwise floats stay
+
+    @property
+    def name(self) -> str:
+        """In memory/facts.py."""
+        return f"int{self.bits}-{self.group}"
+
+    @classmethod
+    def of_gguf(cls, types: list[str]) -> IntegerForm:
+        """That of most matrices: kernels are compiled for it while the file is read."""
+        name = max(types, key=types.count)
+        return cls(KINDS[name][0], 16 if name == "Q6_K" else 32, name.endswith(("_1", "4_K", "5_K")))
+
+    def weight(self, parts: dict[str, int], columns: int, dtype: torch.dtype, device: torch.device) -> PartedWeight:
+        return IntegerWeight(parts, columns, self, dtype, device)
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A part that the form cannot hold."""
+
+    numbers: torch.Tensor
+    why: str
+
+    def expanded(self) -> torch.Tensor:
+        return self.numbers
+
+
+@dataclass(frozen=True)
+class BlockPiece:
+    """Blocks of a GGUF file, and which of their columns are this rank's."""
+
+    blocks: StoredBlocks
+    start: int
+    length: int
+
+    def groups(self, device: torch.device) -> IntegerGroups | Expanded:
+        """Taken apart on the device: on a host that would take longer than reading the file."""
+        whole, last = from_blocks(replace(self.blocks, raw=self.blocks.raw.to(device))), self.start + self.length
+        if self.start % integers.BLOCK == 0 and self.length % integers.BLOCK == 0:
+            return whole.columns(self.start, self.length)
+        why = f"expanded: a rank has columns {self.start} to {last}, no multiples of {integers.BLOCK}"
+        return Expanded(whole.expanded()[:, self.start : last], why)
+
+
+@dataclass(frozen=True)
+class IntegerTarget(PackedTarget):
+    """Reads integers as they are stored, and cuts a rank's part out of them."""
+
+    def fill(self, name: str, checkpoint: Checkpoint) -> None:
+        packed = checkpoint.read_packed(name) if self.as_stored else None
+        blocks = checkpoint.read_blocks(name) if self.as_stored and packed is None else None
+        first, last = (0, 0), self.shape
+        if self.shard is not None:
+            dim, start, stop = self.shard.dim, self.shard.start, self.shard.start + self.shard.length
+            first = (start, 0) if dim == 0 else (0, start)
+            last = (stop, self.shape[1]) if dim == 0 else (self.shape[0], stop)
+        found: Any = None
+        if isinstance(packed, Grouped):
+            found = packed.narrow(slice(first[0], last[0]), slice(first[1], last[1]))
+        elif blocks is not None:
+            rows = replace(blocks, raw=blocks.raw[first[0] : last[0]])
+            found = BlockPiece(rows, first[1], last[1] - first[1])
+        if found is None:
+            super().fill(name, checkpoint)
+        else:
+            self.take(name, found)
+
+
+class IntegerWeight(PartedWeight):
+    words: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor | None
+    order: torch.Tensor | None  # x has its columns in this order before the product; None: as they are
+    kind, target = "integers", IntegerTarget
+
+    def __init__(
+        self, parts: dict[str, int], columns: int, form: IntegerForm, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(parts, columns, dtype, device)
+        self._quantises, self.as_stored = form.quantises, not form.quantises
+        for name in ("words", "scale", "offset", "order"):
+            self.register_buffer(name, None, persistent=False)
+        self._allocate(form)
+
+    def _allocate(self, form: IntegerForm) -> None:
+        """Before loading: kernels are compiled meanwhile, by their shapes."""
+        (rows, columns), device = self.shape, self._device
+        self.bits, self.group = form.bits, form.group or columns
+        groups = (rows, -(-columns // self.group))
+        self.words = torch.empty((rows, columns * self.bits // 32), dtype=torch.int32, device=device)
+        self.scale = torch.empty(groups, dtype=torch.float16, device=device)
+        self.offset = torch.empty(groups, dtype=torch.float16, device=device) if form.has_offset else None
+
+    def expect(self, types: list[str | None]) -> None:
+        """Before loading: those of its parts in a GGUF file; None: floats."""
+        forms = [IntegerForm.of_gguf([name]) for name in types if name is not None]
+        if len(forms) == len(types):
+            groups = (form.group or self.shape[1] for form in forms)
+            has_offset = any(form.has_offset for form in forms)
+            self._allocate(IntegerForm(max(form.bits for form in forms), math.gcd(*groups), has_offset))
+        else:
+            self.plain = torch.empty(self.shape, dtype=self._dtype, device=self._device)
+            self._empty()
+
+    def _prepare(self, found: Any) -> IntegerGroups | Expanded:
+        """`found`: BlockPiece, Grouped, or a tensor of floats."""
+        columns, device = self.shape[1], self._device
+        if isinstance(found, BlockPiece):
+            found = found.groups(device)
+        elif isinstance(found, Grouped):
+            found = replace(found, q=found.q.to(device), scale=found.scale.to(device), zero=found.zero.to(device))
+            groups = from_grouped(found)
+            found = Expanded(found.expanded(), groups) if isinstance(groups, str) else groups
+        elif isinstance(found, torch.Tensor):
+            if columns % integers.BLOCK:
+                return Expanded(found, f"a row of {columns} is no multiple of {integers.BLOCK}")
+            if not self._quantises:
+                return Expanded(found, f"the file has {str(found.dtype).removeprefix('torch.')}")
+            found = IntegerGroups(self.bits, integers.BLOCK, *integers.quantise(found.to(device), self.bits))
+        if isinstance(found, IntegerGroups) and not found.fits_half:
+            return Expanded(found.expanded(), "expanded: its scales are too small or too large for float16")
+        return found
+
+    def _fill(self, parts: list[Any]) -> str:
+        plain = [part.why for part in parts if isinstance(part, Expanded)]
+        if plain:
+            return str(plain[0])
+        orders = [part.order for part in parts]
+        same = [order is orders[0] or (order is not None and torch.equal(order, orders[0])) for order in orders[1:]]
+        if not all(same):
+            return "expanded: its parts have their inputs in different orders (act-order)"
+        bits = max(part.bits for part in parts)
+        wide = [part if part.bits == bits else part.in_bits(bits) for part in parts]
+        group = math.gcd(*(part.group for part in parts))
+        wide = [part.in_groups(group) for part in wide]
+        form = IntegerForm(bits, group, any(part.offset is not None for part in wide))
+        if self.label != form.name:  # another one was expected
+            self.plain = None
+            self._allocate(form)
+        if not form.has_offset:
+            self.offset = None
+        elif self.offset is None:
+            self.offset = torch.empty_like(self.scale)
+        self.order = None if orders[0] is None else orders[0].to(self._device)
+        start = 0
+        for part in wide:
+            rows = slice(start, start + len(part.q))
+            self.words[rows].copy_(integers.pack_words(part.q, bits))
+            self.scale[rows].copy_(part.scale)
+            if self.offset is not None:
+                self.offset[rows].copy_(torch.zeros_like(part.scale) if part.offset is None else part.offset)
+            start = rows.stop
+        return ""
+
+    def _empty(self) -> None:
+        self.words, self.scale, self.offset, self.order = self.words.new_empty(0), self.scale.new_empty(0), None, None
+
+    @property
+    def label(self) -> str:
+        if self.plain is not None:
+            return str(self.plain.dtype).removeprefix("torch.")
+        return f"int{self.bits}-{self.group}"
+
+
+def expect_types(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ...]) -> None:
+    """Gives the weights of a model that is to be loaded from a GGUF file the forms that they will have there."""
+    parted = parted_weights(model).items()
+    weights = {name: weight for name, weight in parted if isinstance(weight, IntegerWeight) and weight.as_stored}
+    if not weights or checkpoint.packed_forms():
+        return
+    types, found = checkpoint.quantised_types(), dict[str, list[str | None]]()
+    for name in checkpoint.names():
+        place = find_destination(rules, name)
+        if place is not None and place.parameter in weights:
+            found.setdefault(place.parameter, []).append(types.get(name))
+    for name, parts in found.items():
+        weights[name].expect(parts)

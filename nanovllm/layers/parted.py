@@ -1,0 +1,123 @@
+"""PartedWeight: a weight in fewer bits on a GPU, filled part by part; PartedLoading: how a checkpoint fills all those
+of a model.
+
+A layer has one in place of a parameter if `Build.scaling` is set, and gives it to its operators as it would give the
+parameter. The kinds: 8-bit floats (scaled.py), integers of 4 and 8 bits (integers.py). What does not fit its kind makes
+the whole weight an ordinary one, exact, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.hardware.parallel import Shard
+from nanovllm.weights.loader import LoadTarget, PackedTarget, matrix_targets
+
+logger = logging.getLogger("nanovllm")
+
+
+class FewerBits(nn.Module):
+    """Numbers in fewer bits than dtype has: a PartedWeight, or the experts of a layer (moe/scaled.py)."""
+
+    shape: tuple[int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """With the scales."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """The form in words, for reports."""
+        raise NotImplementedError
+
+
+class PartedWeight(FewerBits):
+    """[rows, columns], filled part by part by the loader; the parts lie below each other in their order."""
+
+    kind: ClassVar[str]  # by which operators choose their kernels
+    target: ClassVar[type[PackedTarget]]  # how a part is read
+
+    def __init__(self, parts: dict[str, int], columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.parts, self.shape, self._dtype, self._device = parts, (sum(parts.values()), columns), dtype, device
+        self.plain: torch.Tensor | None = None  # the weight in dtype, where its kind does not fit
+        self.why = ""  # it does not
+        self.as_stored = False  # see PackedTarget
+        self._found: dict[str, Any] = {}
+
+    def put(self, part: str, found: Any) -> bool:
+        """Whether all parts that are there fit."""
+        self._found[part] = self._prepare(found)
+        if len(self._found) < len(self.parts):
+            return True
+        parts = [self._found.pop(name) for name in self.parts]
+        self.why = self._fill(parts)
+        if self.why:
+            numbers = [p if isinstance(p, torch.Tensor) else p.expanded() for p in parts]
+            self.plain = torch.cat([p.to(self._device, self._dtype) for p in numbers])
+            self._empty()
+        return not self.why
+
+    def _prepare(self, found: Any) -> Any:
+        """A part as `_fill` wants it, perhaps quantised."""
+        raise NotImplementedError
+
+    def _fill(self, parts: list[Any]) -> str:
+        """Takes all parts, or says why it cannot."""
+        raise NotImplementedError
+
+    def _empty(self) -> None:
+        """Frees what `plain` replaces."""
+        raise NotImplementedError
+
+    @property
+    def num_bytes(self) -> int:
+        if self.plain is not None:
+            return self.plain.nbytes
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+
+class PartedLoading:
+    """`targets` are for the loader; `report` comes after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._plain: dict[str, list[str]] = {}  # why -> tensors
+
+    def targets(self) -> dict[str, dict[str, LoadTarget]]:
+        return {name: self._parts(name, weight) for name, weight in parted_weights(self._model).items()}
+
+    def _parts(self, name: str, weight: PartedWeight) -> dict[str, LoadTarget]:
+        layer = self._model.get_submodule(name.rpartition(".")[0])
+
+        def make(part: str, shape: tuple[int, ...], shard: Shard | None) -> LoadTarget:
+            return weight.target(shape, shard, weight.as_stored, partial(self._take, weight, part))
+
+        return matrix_targets(layer, weight.parts, weight.shape[1], make)
+
+    def _take(self, weight: PartedWeight, part: str, name: str, found: Any) -> None:
+        if not weight.put(part, found):
+            self._plain.setdefault(weight.why, []).append(name)
+
+    def report(self) -> None:
+        for why, names in self._plain.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            logger.info("%s%s: %s", names[0], more, why)
+        weights = fewer_bits(self._model)
+        forms = ", ".join(sorted({weight.label for weight in weights}))
+        logger.info("matrices in memory: %s, %.0f MB", forms, sum(weight.num_bytes for weight in weights) / 1e6)
+
+
+def parted_weights(model: nn.Module) -> dict[str, PartedWeight]:
+    """By the names that they would have as parameters."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PartedWeight)}
+
+
+def fewer_bits(model: nn.Module) -> list[FewerBits]:
+    return [module for module in model.modules() if isinstance(module, FewerBits)]
