@@ -48,7 +48,7 @@ class ScaledWeight(PartedWeight):
     q: torch.Tensor
     scale: torch.Tensor
     unit: torch.Tensor  # 1: for products whose scales are applied afterwards
-    kind, target, form = "fp8", ScaledTarget, "FP8"
+    kind, target, label = "fp8", ScaledTarget, "FP8"
 
     def __init__(
         self, parts: dict[str, int], columns: int, scales: Scales, dtype: torch.dtype, device: torch.device

@@ -102,6 +102,7 @@ class ScaledExperts(FewerBits):
     """The experts of a layer that this rank has, one block after the other."""
 
     pool: torch.Tensor
+    label = "FP8"
 
     def __init__(
         self, form: ExpertForm, shards: dict[str, Shard], here: range, num_experts: int, device: torch.device
@@ -117,10 +118,6 @@ class ScaledExperts(FewerBits):
     @property
     def num_bytes(self) -> int:
         return self.pool.nbytes
-
-    @property
-    def label(self) -> str:
-        return "FP8"
 
     def targets(self) -> dict[str, dict[str, LoadTarget]]:
         """By the names that the stacks of experts in 16 bits have in their layer (moe/resident.py)."""
