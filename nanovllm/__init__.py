@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.inputs import TextPrompt, TokensPrompt
 from nanovllm.errors import ConfigError, EngineDeadError, ModelError, NanoVLLMError, RequestError
+from nanovllm.hardware.host import wait_briefly
 from nanovllm.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -37,6 +38,7 @@ __all__ = [
     "TokensPrompt",
 ]
 
+wait_briefly()
 _HEAVY = {  # these import torch; found on first use, so that `import nanovllm` and `nanovllm --help` are instant
     "LLM": "nanovllm.llm",
     "LLMEngine": "nanovllm.engine.llm_engine",

@@ -39,6 +39,15 @@ def is_in_memory(folder: Path) -> bool:
     return next((kinds[str(p)] in ("tmpfs", "ramfs") for p in (path, *path.parents) if str(p) in kinds), False)
 
 
+def wait_briefly() -> None:
+    """Threads of OpenMP that wait for each other look 1,000 times, some microseconds, and then sleep. GNU's default is
+    300,000 times; meanwhile the last of them may need the core. Beside busy processes a prompt took 3 to 20 times as
+    long, alone it takes the same. OpenMP reads it when it is loaded, so this comes before `import torch`. The user's
+    own setting stays."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
 @functools.cache
 def computing_process() -> int:
     """The process that was the first to make an engine here. A fork of it inherits this answer but not the threads of

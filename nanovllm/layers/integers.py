@@ -7,10 +7,13 @@ inputs in different orders (act-order), or where scales are beyond float16."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.parted import PartedWeight, parted_weights
@@ -21,6 +24,10 @@ from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.integer_groups import KINDS, IntegerGroups, from_blocks, from_grouped
 from nanovllm.weights.loader import PackedTarget
 from nanovllm.weights.rules import Rule, find_destination
+
+TRIED_OUTPUTS = 256  # at both ends
+TRIED_ROWS = (1, 2, 8, 300)  # matrix-vector products, tensor cores, and the expanded weight
+MOST_ERROR = 0.02  # of the length of a product; rounding to bfloat16 makes 0.003
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,18 @@ class IntegerWeight(PartedWeight):
     def _empty(self) -> None:
         self.words, self.scale, self.offset, self.order = self.words.new_empty(0), self.scale.new_empty(0), None, None
 
+    def outputs(self, places: torch.Tensor) -> Any:
+        """These of its outputs, as `integers.expand` takes a weight."""
+        offset = None if self.offset is None else self.offset[places]
+        same = {"bits": self.bits, "group": self.group, "order": self.order, "shape": (len(places), self.shape[1])}
+        return SimpleNamespace(words=self.words[places], scale=self.scale[places], offset=offset, **same)
+
+    def give_up(self) -> None:
+        """Becomes an ordinary weight."""
+        if self.plain is None:
+            self.plain = integers.expand(self, self._dtype)
+            self._empty()
+
     @property
     def label(self) -> str:
         if self.plain is not None:
@@ -208,3 +227,37 @@ def expect_types(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ..
             found.setdefault(place.parameter, []).append(types.get(name))
     for name, parts in found.items():
         weights[name].expect(parts)
+
+
+def check_products(model: nn.Module, linear: Callable[..., torch.Tensor]) -> str:
+    """Multiplies once with each kind of matrix that the model has and compares with the expanded numbers: these kernels
+    have run on few cards, and a wrong product would be a wrong answer without a word. If one is wrong, or does not run,
+    all weights are expanded. Returns why; empty: all were right."""
+    kinds: dict[Any, IntegerWeight] = {}
+    weights = [weight for weight in parted_weights(model).values() if isinstance(weight, IntegerWeight)]
+    for weight in weights:
+        form = (weight.bits, weight.group, weight.offset is None, weight.order is None)
+        if weight.plain is None:
+            kinds.setdefault((*weight.shape, *form), weight)
+    why = next(filter(None, (_wrong_product(weight, linear) for weight in kinds.values())), "")
+    for weight in weights if why else ():
+        weight.give_up()
+    return why
+
+
+def _wrong_product(weight: IntegerWeight, linear: Callable[..., torch.Tensor]) -> str:
+    generator = torch.Generator().manual_seed(0)
+    some = torch.arange(weight.shape[0], device=weight.scale.device)
+    if len(some) > 2 * TRIED_OUTPUTS:  # a small card has no room for a large matrix in float32
+        some = torch.cat((some[:TRIED_OUTPUTS], some[-TRIED_OUTPUTS:]))
+    expanded = integers.expand(weight.outputs(some), weight.dtype)
+    for rows in TRIED_ROWS:
+        x = torch.randn(rows, weight.shape[1], generator=generator).to(some.device, weight.dtype)
+        try:
+            found, right = linear(x, weight)[:, some].float(), F.linear(x, expanded).float()
+            error = float((found - right).norm() / right.norm().clamp(min=1e-30))
+        except RuntimeError as failed:
+            return f"a product of {rows} rows with {weight.label} does not run: {str(failed)[:200]}"
+        if not error <= MOST_ERROR:  # NaN: not either
+            return f"a product of {rows} rows with {weight.label} is wrong by {100 * error:.1f} %"
+    return ""

@@ -46,6 +46,7 @@ class PartedWeight(FewerBits):
     def __init__(self, parts: dict[str, int], columns: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.parts, self.shape, self._dtype, self._device = parts, (sum(parts.values()), columns), dtype, device
+        self.dtype = dtype  # of x
         self.plain: torch.Tensor | None = None  # the weight in dtype, where its kind does not fit
         self.why = ""  # it does not
         self.as_stored = False  # see PackedTarget

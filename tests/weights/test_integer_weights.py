@@ -18,7 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
-from nanovllm.layers.integers import IntegerForm, IntegerWeight, expect_types
+from nanovllm.layers.integers import IntegerForm, IntegerWeight, check_products, expect_types
 from nanovllm.layers.packed import count_weights, formats_of
 from nanovllm.layers.parted import PartedLoading, parted_weights
 from nanovllm.memory.facts import ModelFacts
@@ -347,3 +347,28 @@ def test_what_is_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         choose(tmp_path / "moe", quantization="int4")
     assert "int4" in quantised_products(True, replace(PLAIN, gemv=print))
     assert quantised_products(True, PLAIN) == "no: they need triton"
+
+
+@pytest.mark.parametrize("fault", ["none", "one output", "not a number", "does not run"])
+def test_a_wrong_product_expands_all(tmp_path: Path, fault: str) -> None:
+    """On a card that the kernels do not suit: the answer stays right, and why is said."""
+    path = write_folders(tmp_path, "Llama", SIZES, FORMATS["awq"][0])[0]
+    model, before = model_of(path, choose(path)), model_of(path, choose(path))
+
+    def linear(x: torch.Tensor, weight: Any) -> torch.Tensor:
+        out = integers.integer_linear(x, weight)
+        if fault == "one output" and len(x) == 8:
+            out[:, -1] += 10 * out.norm()
+        if fault == "not a number":
+            out[0, 0] = torch.nan
+        if fault == "does not run":
+            raise RuntimeError("no kernel image is available")
+        return out
+
+    why = check_products(model, linear)
+    said = {"one output": "8 rows with int4", "not a number": "wrong by nan", "does not run": "no kernel image"}
+    assert said.get(fault, "") in why
+    assert bool(why) == (fault != "none")
+    for found, expected in zip(parted_weights(model).values(), parted_weights(before).values()):
+        assert (found.plain is None) == (fault == "none")
+        assert torch.equal(numbers(found) if found.plain is None else found.plain, numbers(expected))
