@@ -346,7 +346,7 @@ def sampling(
 @bench_command("repeat", "threads", config=ENGINE)
 def speculation(
     cases: Annotated[str | None, typer.Option(metavar="NAMES", help="With commas; default: all.")] = None,
-    output_len: Annotated[int, typer.Option(min=1, metavar="INT", help="Tokens of each answer.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, metavar="INT", help="Tokens of each answer.")] = 256,
     *,
     outcome: Outcome,
     config: EngineConfig,

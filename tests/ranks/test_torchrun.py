@@ -116,3 +116,5 @@ def test_another_number_of_ranks_is_refused(make_llm: Callable[..., LLM], monkey
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2: this process was started by torchrun with 4 ranks"):
         make_llm(distributed_executor_backend="torchrun", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="speculative_method='ngram': under torchrun every rank makes its own plans"):
+        make_llm(distributed_executor_backend="torchrun", tensor_parallel_size=4, speculative_method="ngram")

@@ -1,0 +1,77 @@
+"""Guessed tokens on a real GPU. Not collected by pytest (no GPU in CI).
+
+    python tests/gpu/check_speculation.py [--model smollm2] [--device cuda] [--out DIR]
+
+The same requests with and without guesses, in float32, where products of another number of rows round alike: greedy,
+with seeds, filters, logprobs, penalties and a grammar, alone and together, captured and eager, with few blocks
+(preemption). Tokens must be equal. Then the share of right guesses. For speed: `nanovllm bench speculation`.
+Prints a table last, writes JSON; exit status 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from nanovllm import LLM, SamplingParams  # noqa: E402
+
+TEXT = "one two three four five six seven eight nine ten. " * 6
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.8, "seed": 1},
+    "filters": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 2},
+    "logprobs": {"temperature": 0.7, "seed": 3, "logprobs": 5},
+    "penalties": {"temperature": 0.7, "seed": 4, "repetition_penalty": 1.05},
+    "several": {"temperature": 0.9, "seed": 5, "n": 3},
+    "stop": {"temperature": 0, "stop": ["seven"]},
+}
+GRAMMAR: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "(one|two|three| )+"}, "max_tokens": 20}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "captured": {},
+    "one step a visit": {"decode_steps": 1},
+    "few blocks": {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 384},
+    "eager": {"enforce_eager": True},
+}
+
+
+def answers(llm: LLM, requests: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    params = [SamplingParams(**{"max_tokens": 64, "ignore_eos": True, **fields}) for fields in requests.values()]
+    outs = llm.generate([TEXT] * len(params), params, use_tqdm=False)
+    return {name: [(c.token_ids, c.finish_reason) for c in out.outputs] for name, out in zip(requests, outs)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name, options in OPTIONS.items():
+        common = {"device": args.device, "dtype": "float32", "quantization": "none", "max_num_seqs": 16, **options}
+        requests = {**REQUESTS, "grammar": {**GRAMMAR, "ignore_eos": False}} if name == "captured" else REQUESTS
+        found: list[dict[str, Any]] = []
+        for more in ({}, {"speculative_config": LOOKUP}):
+            with LLM(args.model, **{"max_model_len": 1024, **common}, **more) as llm:
+                together = answers(llm, requests)
+                alone = {key: answers(llm, {key: fields})[key] for key, fields in requests.items()}
+                found.append({"together": together, "alone": alone})
+                stats = llm.engine.stats
+        wrong = [f"{kind} {key}" for kind in found[0] for key in requests if found[0][kind][key] != found[1][kind][key]]
+        rows.append({"name": name, "wrong": wrong, "drafted": stats.num_drafted, "accepted": stats.num_accepted})
+        print("FAILED" if wrong or not stats.num_accepted else "ok    ", json.dumps(rows[-1]), flush=True)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "check_speculation.json").write_text(json.dumps(rows, indent=1))
+    return int(any(row["wrong"] or not row["accepted"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
