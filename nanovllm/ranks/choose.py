@@ -47,8 +47,8 @@ def choose_executor(config: EngineConfig) -> tuple[MakeExecutor, Device]:
         if config.speculative_method is not None and size > 1:
             raise ConfigError(
                 f"speculative_method={config.speculative_method!r}: under torchrun every rank makes its own plans, and "
-                "how many tokens are guessed follows times, which differ between ranks; leave it out, or let the engine "
-                "start the ranks (distributed_executor_backend='mp' or 'ray', without torchrun)"
+                "how many tokens are guessed follows times, which differ between ranks; leave it out, or let the "
+                "engine start the ranks (distributed_executor_backend='mp' or 'ray', without torchrun)"
             )
         return TorchrunExecutor, Device.of_rank(config.device, place.local_rank)
     device = Device.of_rank(config.device, 0) if size > 1 else Device.choose(config.device)

@@ -125,7 +125,7 @@ def test_blocks_that_ranks_cut_are_16_bits(run: Run) -> None:
 
 def test_what_no_gpu_computes_is_refused(run: Run) -> None:
     for kind in ("int4", "int8"):
-        with pytest.raises(ConfigError, match=rf"quantization='{kind}': .* run on a CPU only"):
+        with pytest.raises(ConfigError, match=rf"quantization='{kind}': on a GPU experts are not computed in integers"):
             make_estimate(PlanOptions(model=str(MIXTRAL), quantization=kind, gpu_memory_gb=24, host_memory_gb=64))
 
 
