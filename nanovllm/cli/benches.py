@@ -359,7 +359,9 @@ def speculation(
     if unknown := [name for name in names if name not in CASES]:
         raise ConfigError(f"--cases {unknown[0]!r}: must be of {', '.join(CASES)}")
     if config.speculative_method is None:
-        config = replace(config, speculative_method="ngram", prompt_lookup_min=2, prompt_lookup_max=4)
+        config = replace(config, speculative_method="ngram")
+    if config.prompt_lookup_min is None and config.prompt_lookup_max is None:
+        config = replace(config, prompt_lookup_min=2, prompt_lookup_max=4)
     outcome.use_threads()
     with outcome.engine(config, tokenizer=True) as engine:
         warm_up(engine)

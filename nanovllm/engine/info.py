@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def describe(engine: LLMEngine) -> dict[str, Any]:
     config, limits = engine.config, engine.scheduler.limits
-    speculation = {"num_speculative_tokens": limits.num_drafts} if limits.num_drafts else {}
+    lookup = {"speculative_method": config.speculative_method, "prompt_lookup": list(config.prompt_lookup)}
+    speculation = {**lookup, "num_speculative_tokens": limits.num_drafts} if limits.num_drafts else {}
     return {
         "model": config.model,
         "architecture": engine.model_config.architecture,

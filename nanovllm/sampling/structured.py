@@ -19,6 +19,7 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,17 +56,20 @@ class Grammar(StructuredOutputsParams):
         matcher = self.matcher(np.asarray(output_ids, np.int32))
         return not matcher.is_error() and bool(matcher.is_accepting())
 
-    def matcher(self, output_ids: np.ndarray, num_drafted: int = 0) -> Any:
-        """`num_drafted`: the last so many tokens are guesses, which the next call may not have."""
+    def matcher(self, output_ids: np.ndarray, num_drafted: int = 0, kept: AbstractSet[bytes] = frozenset()) -> Any:
+        """`num_drafted`: the last so many tokens are guesses, which the next call may not have. `kept`: outputs whose
+        states stay as they are: of several completions one may have the beginning of another."""
         if num_drafted:
-            matcher = self.matcher(output_ids[:-num_drafted]).deep_copy()
+            matcher = self.matcher(output_ids[:-num_drafted], 0, kept).deep_copy()
             matcher.consume_tokens(output_ids[-num_drafted:].tolist())
             return matcher
         key = output_ids.tobytes()
         if (here := self.states.get(key)) is not None:
             return here
         for start in range(len(output_ids) - 1, max(-1, len(output_ids) - 1 - MOST_NEW), -1):
-            if (matcher := self.states.pop(output_ids[:start].tobytes(), None)) is not None:
+            before = output_ids[:start].tobytes()
+            if (matcher := self.states.get(before)) is not None:
+                matcher = matcher.deep_copy() if before in kept else self.states.pop(before)
                 break
         else:
             start, matcher = 0, make_matcher(self.tokenizer, self.source)
@@ -182,7 +186,8 @@ def allowed_words(rows: Sequence[tuple[Grammar, np.ndarray, int]], vocab: int) -
     from llguidance.numpy import fill_next_token_bitmask_par
 
     words = np.zeros((len(rows), -(-vocab // 32)), np.int32)
-    matchers = [grammar.matcher(output_ids, num_drafted) for grammar, output_ids, num_drafted in rows]
+    kept = {output_ids[: len(output_ids) - num_drafted].tobytes() for _, output_ids, num_drafted in rows}
+    matchers = [grammar.matcher(output_ids, num_drafted, kept) for grammar, output_ids, num_drafted in rows]
     first = {id(matcher): i for i, matcher in reversed(list(enumerate(matchers)))}  # equal outputs share a matcher
     grammar = rows[0][0]
     found = np.zeros((len(rows), -(-grammar.tokenizer.vocab_size // 32)), np.int32)

@@ -105,14 +105,15 @@ class Drafts:
             assert reserved
         return num_drafts
 
-    def count(self, seq: Sequence, plan: StepPlan, result: StepResult, row: int) -> tuple[int, int]:
-        """(guesses that were verified, those that were right), before a result is added to its sequence. Right ones
-        were fed, so their K and V are in the cache. `row`: of the result."""
-        if not plan.num_drafts:
+    def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int]:
+        """(guesses that were verified, those that were right) of a row of the result. Where a stop has cut its tokens,
+        the same share of both."""
+        num_drafted = result.num_drafted[row] if result.num_drafted else 0
+        if not num_drafted:
             return 0, 0
-        num_right = len(result.token_ids[row]) - plan.num_steps
-        seq.num_computed += num_right
-        return result.num_drafted[row] if result.num_drafted else 0, num_right
+        num_tokens = len(result.token_ids[row])
+        num_right = num_tokens - plan.num_steps
+        return num_drafted * num_kept // num_tokens, num_right * num_kept // num_tokens
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         if self.most and plan.is_decode_only:

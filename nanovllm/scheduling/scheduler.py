@@ -273,13 +273,13 @@ class Scheduler:
         self._retire()
         progress: list[Progress] = []
         for row, entry in enumerate(entry for entry in plan.entries if entry.samples):
-            seq = self._sequences.get(entry.seq_id)
-            if seq is None:
+            if (seq := self._sequences.get(entry.seq_id)) is None:
                 continue  # finished or aborted while this step ran
             seq.num_pending -= plan.num_steps
-            drafts, accepted = self.drafts.count(seq, plan, result, row), self._append(seq, result.token_ids[row])
+            seq.num_computed += len(result.token_ids[row]) - plan.num_steps  # right guesses were fed: K and V are there
+            accepted = self._append(seq, result.token_ids[row])
             logprobs = result.logprobs[row][: len(accepted)] if result.logprobs else None
-            progress.append(Progress(seq, accepted, logprobs, drafts))
+            progress.append(Progress(seq, accepted, logprobs, self.drafts.count(plan, result, row, len(accepted))))
             # Blocks filled by tokens that were unknown when the step was planned (none if it just ended). A step in
             # flight may still have to compute the last of them, so they are unpublished if that step fails.
             published = self.blocks.publish(seq)

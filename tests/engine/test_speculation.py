@@ -166,6 +166,28 @@ def test_several_ranks_guess_alike(make_llm: MakeLLM, tiny: Callable[[str], Tiny
     assert 0 < llm.engine.stats.num_accepted < llm.engine.stats.num_drafted
 
 
+def test_completions_that_are_not_abreast_keep_their_grammar(make_llm: MakeLLM, llama: TinyModel) -> None:
+    """Greedy completions of one prompt write the same, one some tokens behind the other."""
+    pytest.importorskip("llguidance")
+    form = {"temperature": 0, "ignore_eos": False, "structured_outputs": {"regex": "(ab|ba){6,9}"}}
+    params = [params_of({**form, "n": 2, "max_tokens": 60})]
+    wanted = answers(make_llm(), [llama.prompts[0]], params)
+    for seed in range(8):
+        llm = knowing(make_llm(**NGRAM), wanted, seed)
+        near(answers(llm, [llama.prompts[0]], params), wanted)
+
+
+def test_guesses_behind_a_stop_are_not_counted(make_llm: MakeLLM, llama: TinyModel) -> None:
+    prompt = llama.prompts[1]
+    free = {"temperature": 1.0, "seed": 7, "max_tokens": 60}
+    wanted = answers(make_llm(), [prompt], [params_of(free)])
+    stop = wanted[0].outputs[0].token_ids[5]
+    llm = knowing(make_llm(decode_steps=16, **NGRAM), wanted)
+    [out] = answers(llm, [prompt], [params_of({**free, "stop_token_ids": [stop]})])
+    assert out.metrics.num_accepted <= len(out.outputs[0].token_ids) <= 6
+    assert llm.engine.stats.num_accepted == out.metrics.num_accepted
+
+
 def test_an_abort_and_a_failure_leave_nothing(make_llm: MakeLLM, llama: TinyModel) -> None:
     prompt, params = llama.prompts[2], params_of(REQUESTS["seeded"])
     [wanted] = answers(make_llm(), [prompt], [params])

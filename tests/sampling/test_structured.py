@@ -93,6 +93,24 @@ def test_forced_text_that_spells_a_special_token_is_text(llm: LLM, wanted: Any, 
     assert not set(output.token_ids[:-1]) & set(llm.engine.tokenizer.all_special_ids)
 
 
+def test_completions_of_one_request_do_not_share_a_state(llm: LLM) -> None:
+    """One may have the beginning of another's output, and be some tokens behind: after guesses, or a preemption."""
+    params = SamplingParams(n=2, structured_outputs={"regex": "(ab|ba){2,9}"})
+    grammars, vocab = llm.engine.grammars, llm.engine.model_config.vocab_size
+    longer = np.array([llm.get_tokenizer().encode(c, add_special_tokens=False)[0] for c in "abba"], np.int32)
+    for first, second in ((1, len(longer)), (len(longer), 1), (1, 2), (0, len(longer))):
+        outputs: Any = longer[:first], longer[:second]
+        grammar: Any = grammars.compiled(params).structured_outputs
+        together = structured.allowed_words([(grammar, output, 0) for output in outputs], vocab)
+        again = structured.allowed_words([(grammar, output, 0) for output in outputs], vocab)
+        for output, words, later in zip(outputs, together, again):
+            fresh: Any = grammars.compiled(params).structured_outputs
+            assert (words == structured.allowed_words([(fresh, output, 0)], vocab)[0]).all()
+            assert (words == later).all()
+        guess = structured.allowed_words([(grammar, longer[:2], 1), (grammar, longer[:1], 0)], vocab)
+        assert (guess[0] == structured.allowed_words([(fresh, longer[:2], 0)], vocab)[0]).all()
+
+
 def test_forced_text_that_spells_an_added_token_is_text(llm: LLM) -> None:
     """Qwen's <tool_call> is one token but not a special one. By its id a grammar can still ask for it."""
     tokenizer = copy.deepcopy(llm.engine.tokenizer)
