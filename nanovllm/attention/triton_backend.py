@@ -46,7 +46,8 @@ class TritonBackend:
         n, lens, tables = batch.num_decodes, batch.context_lens, batch.block_tables
         out, scale, window = torch.empty_like(q), spec.scale, spec.window
         if n:
-            launch = launch_for(q[:n], spec.num_kv_heads, min(batch.max_context_len, window or 2**31))
+            longest = min(batch.max_context_len, window or 2**31)
+            launch = launch_for(q[:n], spec.num_kv_heads, longest, scales is not None)
             decodes = (q[:n], k_cache, v_cache, lens[:n], tables[:n], scale, launch, window, out[:n])
             decode_attention(*decodes, scales=scales)
         if n < len(lens):

@@ -26,7 +26,7 @@ from nanovllm.weights.loader import PackedTarget
 from nanovllm.weights.rules import Rule, find_destination
 
 TRIED_OUTPUTS = 256  # at both ends
-TRIED_ROWS = (1, 2, 8, 300)  # matrix-vector products, tensor cores, and the expanded weight
+TRIED_ROWS = (1, 2, 8, 40, 300)  # matrix-vector products, tensor cores in two ways, and the expanded weight
 MOST_ERROR = 0.02  # of the length of a product; rounding to bfloat16 makes 0.003
 
 
@@ -36,19 +36,19 @@ class IntegerForm:
 
     bits: int = 4
     group: int | None = 32  # inputs that share a scale; None: a whole row
-    has_offset: bool = True
-    quantises: bool = False  # whatever the file has is quantised, in groups of 32; otherwise floats stay
+    quantises: bool = False  # whatever the file has is quantised; otherwise floats stay
 
     @property
     def name(self) -> str:
         """In memory/facts.py."""
-        return f"int{self.bits}-{self.group}"
+        group = integers.stored_group(self.group or 2**30, 2**30, self.bits)
+        return f"int{self.bits}-{group}"
 
     @classmethod
     def of_gguf(cls, types: list[str]) -> IntegerForm:
         """That of most matrices: kernels are compiled for it while the file is read."""
         name = max(types, key=types.count)
-        return cls(KINDS[name][0], 16 if name == "Q6_K" else 32, name.endswith(("_1", "4_K", "5_K")))
+        return cls(KINDS[name][0], 16 if name == "Q6_K" else 32)
 
     def weight(self, parts: dict[str, int], columns: int, dtype: torch.dtype, device: torch.device) -> PartedWeight:
         return IntegerWeight(parts, columns, self, dtype, device)
@@ -108,8 +108,7 @@ class IntegerTarget(PackedTarget):
 
 class IntegerWeight(PartedWeight):
     words: torch.Tensor
-    scale: torch.Tensor
-    offset: torch.Tensor | None
+    factors: torch.Tensor
     order: torch.Tensor | None  # x has its columns in this order before the product; None: as they are
     kind, target = "integers", IntegerTarget
 
@@ -118,26 +117,25 @@ class IntegerWeight(PartedWeight):
     ) -> None:
         super().__init__(parts, columns, dtype, device)
         self._quantises, self.as_stored = form.quantises, not form.quantises
-        for name in ("words", "scale", "offset", "order"):
+        for name in ("words", "factors", "order"):
             self.register_buffer(name, None, persistent=False)
         self._allocate(form)
 
     def _allocate(self, form: IntegerForm) -> None:
         """Before loading: kernels are compiled meanwhile, by their shapes."""
-        (rows, columns), device = self.shape, self._device
-        self.bits, self.group = form.bits, form.group or columns
-        groups = (rows, -(-columns // self.group))
-        self.words = torch.empty((rows, columns * self.bits // 32), dtype=torch.int32, device=device)
-        self.scale = torch.empty(groups, dtype=torch.float16, device=device)
-        self.offset = torch.empty(groups, dtype=torch.float16, device=device) if form.has_offset else None
+        (rows, columns), device, bits = self.shape, self._device, form.bits
+        self.bits, self.group = bits, integers.stored_group(form.group or columns, columns, bits)
+        blocks = integers.num_blocks(columns, bits)
+        self.words = torch.empty((rows, blocks * integers.COLUMNS), dtype=torch.int32, device=device)
+        number = blocks * integers.block_length(bits) // self.group
+        self.factors = torch.empty((number, rows), dtype=torch.int32, device=device)
 
     def expect(self, types: list[str | None]) -> None:
         """Before loading: those of its parts in a GGUF file; None: floats."""
         forms = [IntegerForm.of_gguf([name]) for name in types if name is not None]
         if len(forms) == len(types):
             groups = (form.group or self.shape[1] for form in forms)
-            has_offset = any(form.has_offset for form in forms)
-            self._allocate(IntegerForm(max(form.bits for form in forms), math.gcd(*groups), has_offset))
+            self._allocate(IntegerForm(max(form.bits for form in forms), math.gcd(*groups)))
         else:
             self.plain = torch.empty(self.shape, dtype=self._dtype, device=self._device)
             self._empty()
@@ -156,7 +154,8 @@ class IntegerWeight(PartedWeight):
                 return Expanded(found, f"a row of {columns} is no multiple of {integers.BLOCK}")
             if not self._quantises:
                 return Expanded(found, f"the file has {str(found.dtype).removeprefix('torch.')}")
-            found = IntegerGroups(self.bits, integers.BLOCK, *integers.quantise(found.to(device), self.bits))
+            group = self.group if columns % self.group == 0 else integers.BLOCK
+            found = IntegerGroups(self.bits, group, *integers.quantise(found.to(device), self.bits, group))
         if isinstance(found, IntegerGroups) and not found.fits_half:
             return Expanded(found.expanded(), "expanded: its scales are too small or too large for float16")
         return found
@@ -171,35 +170,27 @@ class IntegerWeight(PartedWeight):
             return "expanded: its parts have their inputs in different orders (act-order)"
         bits = max(part.bits for part in parts)
         wide = [part if part.bits == bits else part.in_bits(bits) for part in parts]
-        group = math.gcd(*(part.group for part in parts))
-        wide = [part.in_groups(group) for part in wide]
-        form = IntegerForm(bits, group, any(part.offset is not None for part in wide))
+        group = math.gcd(*(integers.stored_group(part.group, self.shape[1], bits) for part in parts))
+        form = IntegerForm(bits, group)
         if self.label != form.name:  # another one was expected
             self.plain = None
             self._allocate(form)
-        if not form.has_offset:
-            self.offset = None
-        elif self.offset is None:
-            self.offset = torch.empty_like(self.scale)
         self.order = None if orders[0] is None else orders[0].to(self._device)
         start = 0
         for part in wide:
-            rows = slice(start, start + len(part.q))
+            rows, part = slice(start, start + len(part.q)), part.in_groups(group)
             self.words[rows].copy_(integers.pack_words(part.q, bits))
-            self.scale[rows].copy_(part.scale)
-            if self.offset is not None:
-                self.offset[rows].copy_(torch.zeros_like(part.scale) if part.offset is None else part.offset)
+            self.factors[:, rows].copy_(integers.pack_factors(part.scale, part.offset, len(self.factors)))
             start = rows.stop
         return ""
 
     def _empty(self) -> None:
-        self.words, self.scale, self.offset, self.order = self.words.new_empty(0), self.scale.new_empty(0), None, None
+        self.words, self.factors, self.order = self.words.new_empty(0), self.factors.new_empty(0), None
 
     def outputs(self, places: torch.Tensor) -> Any:
         """These of its outputs, as `integers.expand` takes a weight."""
-        offset = None if self.offset is None else self.offset[places]
         same = {"bits": self.bits, "group": self.group, "order": self.order, "shape": (len(places), self.shape[1])}
-        return SimpleNamespace(words=self.words[places], scale=self.scale[places], offset=offset, **same)
+        return SimpleNamespace(words=self.words[places], factors=self.factors[:, places], **same)
 
     def give_up(self) -> None:
         """Becomes an ordinary weight."""
@@ -236,7 +227,7 @@ def check_products(model: nn.Module, linear: Callable[..., torch.Tensor]) -> str
     kinds: dict[Any, IntegerWeight] = {}
     weights = [weight for weight in parted_weights(model).values() if isinstance(weight, IntegerWeight)]
     for weight in weights:
-        form = (weight.bits, weight.group, weight.offset is None, weight.order is None)
+        form = (weight.bits, weight.group, weight.order is None)
         if weight.plain is None:
             kinds.setdefault((*weight.shape, *form), weight)
     why = next(filter(None, (_wrong_product(weight, linear) for weight in kinds.values())), "")
@@ -247,7 +238,7 @@ def check_products(model: nn.Module, linear: Callable[..., torch.Tensor]) -> str
 
 def _wrong_product(weight: IntegerWeight, linear: Callable[..., torch.Tensor]) -> str:
     generator = torch.Generator().manual_seed(0)
-    some = torch.arange(weight.shape[0], device=weight.scale.device)
+    some = torch.arange(weight.shape[0], device=weight.words.device)
     if len(some) > 2 * TRIED_OUTPUTS:  # a small card has no room for a large matrix in float32
         some = torch.cat((some[:TRIED_OUTPUTS], some[-TRIED_OUTPUTS:]))
     expanded = integers.expand(weight.outputs(some), weight.dtype)

@@ -12,7 +12,7 @@ from nanovllm.weights.expert_form import ExpertForm
 QUANTISED_BYTES = {"int8": (34 / 32, 34 / 32), "int4": (20 / 32, 34 / 32), "fp8": (1.0, 2.0)}
 # On a GPU, as an engine describes them: the embedding and the head stay in 16 bits (layers/integers.py)
 QUANTISED_BYTES |= {f"int4-{group}": (1 / 2 + 4 / group, 2.0) for group in (32, 64, 128)}
-QUANTISED_BYTES |= {f"int8-{group}": (1 + 2 / group, 2.0) for group in (16, 32)}
+QUANTISED_BYTES |= {f"int8-{group}": (1 + 4 / group, 2.0) for group in (16, 32, 64)}
 # kv_cache_dtype -> bytes of a number, and of the scale of a head's (ops/kv_cache.py)
 KV_BYTES = {"float16": (2, 0), "int8": (1, 2), "fp8": (1, 0), "fp8_e4m3": (1, 0)}
 

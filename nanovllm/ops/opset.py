@@ -37,12 +37,15 @@ class Ops:
     quantised: str = ""  # the instructions of products with quantised weights; empty: there are none
     kernels: Any = None  # the NativeOps whose methods these are
 
-    def fuses_few(self, x: torch.Tensor) -> bool:
+    def fuses_few(self, x: torch.Tensor, weight: Any) -> bool:
         """Whether four fused GEMVs are fastest for a layer of these tokens [tokens, hidden]. Measured on an H200, the
         four of a layer at one row: 18.8 us fused against 20.7 apart at hidden 1024, but 111 against 101 at hidden
-        4096, where the matrix products take long enough to hide the norms."""
+        4096, where the matrix products take long enough to hide the norms. Not so with integers, whose products are
+        preceded by a launch that rounds x: it computes the norm as well. `weight`: one of the layer's."""
         rows, hidden = x.shape
-        return self.gemv is not None and rows <= FEW_ROWS and hidden <= FEW_HIDDEN and x.dtype != torch.float32
+        if self.gemv is None or rows > FEW_ROWS or x.dtype == torch.float32:
+            return False
+        return hidden <= FEW_HIDDEN or (getattr(weight, "kind", "") == "integers" and weight.plain is None)
 
     def rope_inputs(self, table: torch.Tensor, positions: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
         return (rotary.gather_angles(table, positions), None) if self.gathers_rope else (table, positions)
@@ -76,7 +79,7 @@ def triton_ops() -> Ops:
     from nanovllm.ops.triton import qk_norm_rope as t_rope
 
     products = {"fp8": t_fp8.scaled_linear, "integers": t_integers.integer_linear}
-    few_rows = {"fp8": t_gemv.gemv, "integers": t_integers.integer_gemv}
+    few_rows: dict[str, Any] = {"fp8": t_gemv.gemv, "integers": t_integers.integer_gemv}
 
     def few_rows_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, torch.Tensor):  # a PartedWeight

@@ -53,13 +53,16 @@ def _choose_integers(
     if wanted in INTEGERS:
         if why := why_not_integers(model):
             raise ConfigError(f"quantization={wanted!r}: {why}, or leave quantization out")
-        return IntegerForm(INTEGERS[wanted], has_offset=wanted == "int4", quantises=True)
-    if config.load_format == "dummy" or why_not_integers(model):
+        return IntegerForm(INTEGERS[wanted], quantises=True)
+    if why_not_integers(model):
         return None
     stored = QuantizationConfig.from_hf(checkpoint.config)
+    if config.load_format == "dummy":  # made-up numbers in the form that config.json names
+        is_packed = stored is not None and stored.form in FOUR_BITS
+        return IntegerForm(4, stored.group_size, quantises=True) if stored is not None and is_packed else None
     if stored is not None:
         is_packed = stored.form in FOUR_BITS and bool(checkpoint.packed_forms())
-        return IntegerForm(4, stored.group_size, not stored.symmetric) if is_packed else None
+        return IntegerForm(4, stored.group_size) if is_packed else None
     types = {name: kind for name, kind in checkpoint.quantised_types().items() if name not in TABLES}
     return IntegerForm.of_gguf(list(types.values())) if types else None
 

@@ -59,13 +59,13 @@ class IntegerGroups:
         return replace(whole, q=whole.q[:, start : start + length], scale=whole.scale[:, groups], offset=offset)
 
     def in_groups(self, size: int) -> IntegerGroups:
-        """Smaller ones, by repeating scales: `size` divides `group`."""
-        times, number = self.group // size, -(-self.q.shape[1] // size)
-        scale, offset = (
-            None if n is None or times == 1 else n.repeat_interleave(times, 1)[:, :number]
-            for n in (self.scale, self.offset)
-        )
-        return self if scale is None else replace(self, group=size, scale=scale, offset=offset)
+        """Smaller ones, by repeating scales: `size` divides `group`, or a row is one group."""
+        if size == self.group:
+            return self
+        inputs = torch.arange(0, self.q.shape[1], size, device=self.q.device)
+        scale, offset = (None if n is None else n[:, inputs // self.group] for n in (self.scale, self.offset))
+        assert scale is not None
+        return replace(self, group=size, scale=scale, offset=offset)
 
     def in_bits(self, bits: int) -> IntegerGroups:
         """The same numbers in a wider field."""

@@ -164,7 +164,7 @@ def time_integers(rows, n, k, bits, group, has_offset=True, kernel="integer_line
     """As the engine calls it; or one of its kernels at rows or with a block that the rule does not take."""
 
     def build() -> Timed:
-        num_bytes = n * k * bits / 8 + n * (k / group) * (4 if has_offset else 2)
+        num_bytes = n * k * bits / 8 + n * (k / group) * 4
         weights = [integer_weight(n, k, bits, group, has_offset) for _ in copies(num_bytes)]
         x, run = rand(rows, k), getattr(integers, kernel)
         if kernel == "expand_words":
@@ -184,9 +184,6 @@ def integer_jobs() -> Builds:
         for label, form in {"int4-32": (4, 32), "Q4_0": (4, 32, False), "Q8_0": (8, 32, False)}.items():
             jobs += [(f"{label} {name} m{rows}", time_integers(rows, *shape, *form)) for rows in (1, 8, 64)]
         jobs.append((f"int4-128 {name} expand", time_integers(1, *shape, 4, 128, kernel="expand_words")))
-        for block in ((2, 256), (4, 128), (8, 128), (8, 256)):
-            job = time_integers(1, *shape, 4, 128, kernel="integer_gemv", block=block)
-            jobs.append((f"int4-128 {name} m1 {block}", job))
         for rows in (1, 2, 512):
             job = time_integers(rows, *shape, 4, 128, kernel="integer_matmul")
             jobs.append((f"int4-128 {name} m{rows} matmul", job))

@@ -6,6 +6,7 @@ kernels cannot compile them. `test_cross_compile.py` runs it and judges the line
 
 import json
 import os
+import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -178,26 +179,28 @@ def quantise_case(dtype: str, groups: int, group: int):
     return lambda arch: compile_kernel(fp8.quantise_kernel, types, consts, arch, 8)
 
 
-def integer_gemv_case(dtype: str, rows: int, size: int, fused: bool, bits: int, group: int):
-    block_n, block_w = integers.choose_block(rows, size * bits // 32, fused)
-    consts = {"SIZE": size, "BITS": bits, "GROUP": group, "NUM_ROWS": rows, "BLOCK_N": block_n, "BLOCK_W": block_w}
-    consts |= {"HAS_OFFSET": bits == 4, "HAS_BIAS": not fused, "HAS_NORM": fused, "GATED": fused}
+def integer_gemv_case(dtype: str, rows: int, size: int, fused: bool, bits: int, groups: int):
+    block_n, block_w, warps = integers.choose_block(bits, groups, rows, -(-size * bits // 512) * 8, fused)
+    consts = {"SIZE": size, "BITS": bits, "GROUPS": groups, **integers.dot_code(bits, groups), "NUM_ROWS": rows}
+    consts |= {"BLOCK_N": block_n, "BLOCK_W": block_w, "HAS_BIAS": not fused, "GATED": fused}
     consts |= {"HAS_RESIDUAL": not fused}
     d = f"*{dtype}"
-    types = [d, "*i32", "*fp16", "*fp16", d, d, d, d, "i32:16", "i32:16", "fp32"]
-    return lambda arch: compile_kernel(integers.integer_gemv_kernel, types, consts, arch, 1)
+    types = ["*i32", "*fp32", "*fp32", "*i64", "*i32", d, d, d, "i32:16"]
+    return lambda arch: compile_kernel(integers.integer_gemv_kernel, types, consts, arch, warps)
+
+
+def unpacking(dtype: str, bits: int, groups: int) -> dict:
+    return {"SIZE": 4096, "BITS": bits, "GROUPS": groups, **integers_matmul.unpack_code(bits, groups, DTYPES[dtype])}
 
 
 def integer_cases(dtype: str, arch: int) -> dict:
     """With tensor cores: as the rule cuts them. The largest tile everywhere, for its shared memory; the rest where all
     kernels are compiled."""
     d, cases, is_all = f"*{dtype}", {}, arch in (80, 90)
-    form = {"SIZE": 4096, "BITS": 4, "GROUP": 128, "HAS_OFFSET": True}
-    types = [d, "*i32", "*fp16", "*fp16", d, d, "i32", "i32:16", "i32:16", "i32"]
-    for rows, more in ((256, {}), (16, {}), (64, {"BITS": 8, "GROUP": 16})) if is_all else ((256, {}),):
-        tile = integers_matmul.choose_tile(rows)
-        consts = {**form, **more, **dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_W"), tile)), "HAS_BIAS": True}
-        options = integers_matmul.choose_warps(tile[0]), integers_matmul.choose_stages(tile[0])
+    types = [d, "*i32", "*i32", d, d, "i32", "i32:16", "i32:16", "i32"]
+    for rows, form in ((256, (4, 1)), (8, (4, 4)), (64, (8, 4))) if is_all else ((256, (4, 1)),):
+        block_m, block_n, *options = integers_matmul.choose_tile(rows, 4096)
+        consts = {**unpacking(dtype, *form), "BLOCK_M": block_m, "BLOCK_N": block_n, "HAS_BIAS": True}
         cases[f"integer_matmul {dtype} {rows}"] = lambda arch, consts=consts, options=options: compile_kernel(
             integers_matmul.integer_matmul_kernel, types, consts, arch, *options
         )
@@ -206,13 +209,19 @@ def integer_cases(dtype: str, arch: int) -> dict:
 
 def integer_small_cases(dtype: str, arch: int) -> dict:
     d = f"*{dtype}"
-    form = {"SIZE": 4096, "BITS": 4, "GROUP": 128, "HAS_OFFSET": True, "BLOCK_N": 8, "BLOCK_W": 64}
     split = {"TILE": 512, "HAS_BIAS": True}
+    rounding = {"SIZE": 4096, "BITS": 4, "GROUPS": 4, "BLOCKS": 32, "HAS_NORM": True, "HAS_ORDER": True}
+    expanding = {**unpacking(dtype, 8, 2), "BLOCK_N": 64}
+    if arch < 80:  # tensor cores are not used there, nor is bfloat16, whose PTX is of sm_80 and later
+        expanding = {**unpacking(dtype, 4, 2), "BLOCK_N": 64}
     return {
-        f"integer_gemv {dtype}": integer_gemv_case(dtype, 1, 1024, True, 4, 128),
-        f"integer_gemv rows {dtype}": integer_gemv_case(dtype, 2, 4096 + 32, False, 8, 32),
+        f"integer_gemv {dtype}": integer_gemv_case(dtype, 1, 1024, True, 4, 1),
+        f"integer_gemv rows {dtype}": integer_gemv_case(dtype, 2, 4096 + 32, False, 8, 2),
+        f"integer_round {dtype}": lambda arch: compile_kernel(
+            integers.round_kernel, [d, d, "*i64", "*i8", "*fp32", "*fp32", "i32:16", "fp32"], rounding, arch
+        ),
         f"integer_expand {dtype}": lambda arch: compile_kernel(
-            integers_matmul.expand_kernel, ["*i32", "*fp16", "*fp16", d, "i32:16"], form, arch
+            integers_matmul.expand_kernel, ["*i32", "*i32", d, "i32:16"], expanding, arch
         ),
         f"integer_splits {dtype}": lambda arch: compile_kernel(
             integers_matmul.add_splits_kernel, ["*fp32", d, d, "i32", "i32", "i32:16"], split, arch
@@ -454,6 +463,7 @@ def run_one(job: tuple[int, str]) -> dict:
         kernel = cases_for(arch)[name](arch)
         result["shared"] = kernel.metadata.shared
         result["cubin_bytes"] = len(kernel.asm["cubin"])
+        result["waits"] = sorted(set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", kernel.asm["ptx"])))
     except Exception as error:  # every failure is a line of its own; the test judges them
         result["error"] = f"{type(error).__name__}: {error}"[:2000]
     result["seconds"] = round(time.perf_counter() - start, 2)

@@ -92,14 +92,14 @@ def test_attention(compiled, by_head, scales):
     for batch, skipped, width, context in itertools.product(BATCHES, (0, 1, 4), (1, 7, 16, MAX_BLOCKS), (64, 4096)):
         lens, tables = ints(batch + skipped)[skipped:], ints(batch + skipped, width)[skipped:]
         q = empty(batch, NUM_Q, HEAD_DIM)
-        launch = decode_attention.launch_for(q, NUM_KV, context)
+        launch = decode_attention.launch_for(q, NUM_KV, context, scales is not None)
         decode_attention.decode_attention(q, *cache, lens, tables, 0.1, launch, scales=scales)
         starts = ints(batch + 1 + skipped)[skipped:]
         prefill_attention.prefill_attention(q, *cache, starts, lens, tables, 0.1, scales=scales)
     assert {name: len(keys) for name, keys in compiled.items()} == {
-        "decode_kernel": 2,
+        "decode_kernel": 3 if scales is None else 2,
         "merge_kernel": 1,
-        "prefill_kernel": 1,  # decode: two tiles, by the batch
+        "prefill_kernel": 1,  # decode: tiles by the batch
     }
 
 
@@ -180,8 +180,8 @@ def test_gemv(compiled):
 
 
 def test_integers(compiled, monkeypatch):
-    """Of each of three projections: a matrix-vector product for 1 and 2 rows, four tiles of rows with and without
-    splits, one expansion. More splits of one tile are no new variant."""
+    """Of each of three projections: rounding and a matrix-vector product for 1 and 2 rows, five tiles of rows with and
+    without splits, one expansion. More splits of one tile are no new variant."""
     monkeypatch.setattr(integers_matmul, "num_multiprocessors", lambda _: 132)
     monkeypatch.setattr(integers.F, "linear", lambda x, *_: x)
     device = torch.device("cpu")
@@ -191,7 +191,8 @@ def test_integers(compiled, monkeypatch):
             integers.integer_linear(empty(rows, size), weight)
         integers.integer_linear(empty(2, size), weight)
     assert len(compiled["integer_gemv_kernel"]) == 3 * 2
-    assert len(compiled["integer_matmul_kernel"]) <= 3 * 4 * 2
+    assert len(compiled["round_kernel"]) == 3
+    assert len(compiled["integer_matmul_kernel"]) <= 3 * 5 * 2
     assert len(compiled["add_splits_kernel"]) <= 2
     assert len(compiled["expand_kernel"]) == 3
 

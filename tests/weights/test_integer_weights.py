@@ -41,13 +41,14 @@ CPU = torch.device("cpu")
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
 FORMATS: dict[str, tuple[Sample, IntegerForm]] = {
-    "awq": (awq(64), IntegerForm(4, 64, True)),
-    "gptq": (gptq(32, True), IntegerForm(4, 32, False)),
-    "gptq-128": (gptq(128, False), IntegerForm(4, 128, True)),  # the last group of `down` has 64 of 192 inputs
-    "gptq-act-order": (gptq(32, False, act_order=True), IntegerForm(4, 32, True)),
-    "compressed": (compressed(32, True), IntegerForm(4, 32, False)),
-    "compressed-channel": (compressed(None, True), IntegerForm(4, None, False)),
+    "awq": (awq(64), IntegerForm(4, 64)),
+    "gptq": (gptq(32, True), IntegerForm(4, 32)),
+    "gptq-128": (gptq(128, False), IntegerForm(4, 128)),  # the last group of `down` has 64 of 192 inputs
+    "gptq-act-order": (gptq(32, False, act_order=True), IntegerForm(4, 32)),
+    "compressed": (compressed(32, True), IntegerForm(4, 32)),
+    "compressed-channel": (compressed(None, True), IntegerForm(4, None)),
 }
+SYMMETRIC = ("gptq", "compressed", "compressed-channel")
 OF_NAME = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 
@@ -67,15 +68,20 @@ def grouped(outputs: int, group: torch.Tensor, zero: int | None = None) -> Group
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_where_the_bits_lie(bits: int) -> None:
-    """By the definition in ops/integers.py, number by number."""
-    q = torch.randint(0, 2**bits, (3, 96), dtype=torch.uint8)
-    words, run = integers.pack_words(q, bits), 128 // bits
-    assert words.shape == (3, 96 * bits // 32)
-    for column in range(96):
-        place, word = divmod(column % run, 4)
-        found = words[:, column // run * 4 + word].long() >> bits * place & (2**bits - 1)
-        assert torch.equal(found, q[:, column].long())
-    assert torch.equal(integers.unpack_words(words, bits), q)
+    """By the definition in ops/integers.py, number by number; also where a row ends within a block."""
+    columns, length, middle = 224, 512 // bits, 2 ** (bits - 1)
+    q = torch.randint(0, 2**bits, (3, columns), dtype=torch.uint8)
+    words = integers.pack_words(q, bits)
+    assert words.shape == (3, -(-columns // length) * 16)
+    shifts = (0, 8, 4, 12) * 2 if bits == 4 else (0, 8) * 2
+    for i in range(columns):
+        place, column = divmod(i % length, 16)
+        word = words[:, i // length * 16 + column // 2 * 2 + (2 * place >= len(shifts))].long()
+        found = word >> shifts[place] + 16 * (column % 2) & 2**bits - 1
+        assert torch.equal(found ^ middle, q[:, i].long())
+    assert torch.equal(integers.unpack_words(words, bits, columns).int() + middle, q.int())
+    whole = integers.unpack_words(words, bits, words.shape[1] * 32 // bits)
+    assert not whole[:, columns:].any()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -137,17 +143,16 @@ def test_parts_in_different_forms_share_the_wider_bits_and_the_smaller_groups() 
     assert [found.put(name, part) for name, part in parts.items()] == [True] * 3
     assert (found.bits, found.group, found.label) == (8, 16, "int8-16")
     torch.testing.assert_close(numbers(found), torch.cat([part.expanded() for part in parts.values()]))
-    assert found.num_bytes == 11 * (128 + 8 * 2 * 2)
+    assert found.num_bytes == 11 * (128 + 8 * 4)
 
 
-def test_the_same_form_keeps_its_memory_and_no_offset_takes_none() -> None:
+def test_the_same_form_keeps_its_memory() -> None:
     found = weight({"gate": 4, "up": 4}, 128, group=64)
     words = found.words
     for name in ("gate", "up"):
         found.put(name, part := groups(4, 4, 64, False))
     assert found.words is words
-    assert found.offset is None
-    assert found.num_bytes == 8 * (64 + 2 * 2)
+    assert found.num_bytes == 8 * (64 + 2 * 4)
     torch.testing.assert_close(numbers(found)[4:], part.expanded())
 
 
@@ -244,15 +249,13 @@ def test_a_model_holds_the_numbers_of_its_file(tmp_path: Path, name: str) -> Non
     assert choose(quantised) == form
     found = model_of(quantised, form)
     compare(found, model_of(plain, None), 8)
-    if not form.has_offset:  # then every number is exact
+    if name in SYMMETRIC:  # then every number is exact
         assert all(
             torch.equal(numbers(w), model_of(plain, None).get_parameter(n)) for n, w in parted_weights(found).items()
         )
-    group = 32 if form.group == 32 else form.group or 128
-    assert f"int4-{group}" in formats_of(found)
-    scale = 4 if form.has_offset else 2  # bytes, with the offset
+    assert f"int4-{form.group or 128}" in formats_of(found)
     weights = parted_weights(found).values()
-    size = sum(w.shape[0] * (w.shape[1] // 2 + w.scale.shape[1] * scale) for w in weights)
+    size = sum(4 * w.shape[0] * (-(-w.shape[1] // 128)) * (16 + 128 // w.group) for w in weights)
     size += sum(8 * w.shape[1] for w in weights if w.order is not None)
     assert size == count_weights(found)[1] - sum(p.nbytes for p in found.parameters())
 
@@ -310,12 +313,12 @@ def test_ranks_cut_groups_at_borders_of_32(tmp_path: Path, name: str) -> None:
             assert (each.plain is None) == (name != "gptq-act-order" or not is_row), place
 
 
-@pytest.mark.parametrize(("form", "name"), [((4, 32, True), "int4-32"), ((4, 64, True), "int4-64"), ((8,), "int8-32")])
+@pytest.mark.parametrize(("form", "name"), [((4, 32), "int4-32"), ((4, 64), "int4-64"), ((8, 32), "int8-32")])
 def test_bytes_are_known_before(tmp_path: Path, form: tuple[Any, ...], name: str) -> None:
     """Of a model in 16 bits beside them, as on a GPU (memory/facts.py)."""
-    hf_model(Variant("Llama", SIZES), 0).save_pretrained(tmp_path)
+    hf_model(Variant("Llama", {**SIZES, "intermediate_size": 256}), 0).save_pretrained(tmp_path)
     config = ModelConfig.from_hf(open_checkpoint(tmp_path).config)
-    scaling = IntegerForm(*form) if len(form) > 1 else IntegerForm(8, 32, False)
+    scaling = IntegerForm(*form)
     build = Build(torch.bfloat16, torch.device("meta"), PLAIN, Parallel(), scaling=scaling)
     model = find_family(config)(config, Parts(build, SdpaBackend(), 64))
     assert count_weights(model)[1] == ModelFacts(config, 2, quantization=name).dense_bytes
@@ -334,9 +337,10 @@ def test_what_is_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert choose(plain) is None
     assert choose(quantised, is_gpu=False) is None
     assert choose(quantised, quantization="none") is None
-    assert choose(quantised, load_format="dummy") is None
-    assert choose(plain, quantization="int4") == IntegerForm(4, 32, True, True)
-    assert choose(plain, quantization="int8") == IntegerForm(8, 32, False, True)
+    assert choose(plain, load_format="dummy") is None
+    assert choose(quantised, load_format="dummy") == IntegerForm(4, 64, True)  # made-up numbers in the same form
+    assert choose(plain, quantization="int4") == IntegerForm(4, 32, True)
+    assert choose(plain, quantization="int8") == IntegerForm(8, 32, True)
     again = choose(quantised, quantization="int4")
     assert again.quantises  # as on a CPU: all is rounded anew
     report_stored(open_checkpoint(quantised), None, again, torch.bfloat16, False)

@@ -23,6 +23,7 @@ FP8_UNITS = (8, 9)  # the first card that converts and multiplies 8-bit floats
 LARGEST = tl.constexpr(E4M3_MAX)
 SMALLEST_NORMAL = tl.constexpr(0.015625)  # 2^-6
 SUBNORMAL_SUM = tl.constexpr(16384.0)  # 2^14
+FLOAT16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -36,6 +37,17 @@ def to_e4m3(x):
     subnormal = (size + SUBNORMAL_SUM).to(tl.int32, bitcast=True) & 0x7FFFFF
     number = tl.where(size < SMALLEST_NORMAL, subnormal, normal)
     return (sign | tl.where(x == x, number, 0x7F)).to(tl.uint8)
+
+
+@triton.jit
+def beside_e4m3(q):
+    """q in the dtype in which it meets numbers of the cache: float16 instead of bfloat16. A card converts two bytes to
+    float16 by one instruction, to bfloat16 by four; float16 holds every e4m3 number, and more bits of q and of the
+    softmax's weights than bfloat16. What it cannot hold of q becomes its largest number: an infinity would make NaN."""
+    if q.dtype == tl.bfloat16:
+        return tl.clamp(q.to(tl.float32), -FLOAT16_MAX, FLOAT16_MAX).to(tl.float16)
+    else:
+        return q
 
 
 @triton.jit

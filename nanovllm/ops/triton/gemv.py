@@ -236,12 +236,13 @@ def choose_block(rows: int, size: int, out_size: int, gated: bool, eight_bits: b
         102400 x 2048    2x1024 94.5 (1x2048: 127)        2x1024 95.4
 
     In 8 bits a row is half as long, so more outputs: 6144 x 4096 4x2048 7.38 (2x2048: 8.36), 4096 x 4096 4x2048
-    5.90, 24576 x 4096 gated 2x2048 25.3. Two rows: 2x1024 10.2, 4x2048 6.88, 2x1024 32.8 (2x2048: 37.0).
+    5.90, 24576 x 4096 gated 2x2048 25.3; but 4096 x 12288 2x2048 15.7 (4x2048: 17.3). Two rows: 2x1024 10.2, 4x2048
+    6.88, 2x1024 32.8 (2x2048: 37.0).
     """
     if eight_bits and size > 1024 and rows <= 4:
         if rows > 1 and (gated or out_size > 4096):
             return 2, 1024
-        return (2 if gated else 4), 2048 if rows < 4 else 1024
+        return (2 if gated or size > 8192 else 4), 2048 if rows < 4 else 1024
     if rows > 4:  # x is read from the L1 once a program: more outputs share it, short steps stay within the registers
         block_n, block_k = 4, 512
     elif size <= 1024:

@@ -1,36 +1,34 @@
 """Products with a weight of small integers (twin, form and place of the bits: `ops/integers.py`), by the rows of x.
 
-    1 and 2        `integer_gemv` below: one warp, sums in fp32
+    1 and 2        `integer_gemv` below: one row of integers times another
     3 to 256       `integers_matmul.py`: the weight is unpacked in registers for the tensor cores
     more           the weight is expanded to 16 bits in a buffer, then cuBLAS: see MATMUL_ROWS
     before sm_80   `integer_gemv` up to 8 rows, two at a time, then the buffer: Triton's dot products run on ordinary
                    cores there
+    float32        the buffer: none of the kernels computes in more than 16 bits
 
-None of the kernels has been timed on a card yet; the constants are reasoned, and the reasons stand beside them.
+The matrix-vector product. In 4 bits instructions are as scarce as bytes: an H200 starts 3e13 instructions of a lane a
+second, and at 70 % of its bandwidth 6.2e12 weights arrive, so a weight may cost 4.8. Multiplying in floats took 4.2 and
+reached 53 %. So x is rounded to integers first, as on a CPU (decision 20): 16 bits for each number, in units of 1/32512
+of the largest in its block, in two bytes 256 hi + lo. `dp4a` multiplies four bytes by four and adds up:
 
-The matrix-vector product. A program is one warp and owns BLOCK_N outputs; it requests BLOCK_W words of each (16 bytes a
-lane, neighbouring lanes neighbouring bytes) before it waits: 4 KB as chosen below, and the next 4 KB, whose loads the
-compiler moves up. With 8 warps on a multiprocessor, as many as 255 registers a lane leave room for, that is more than
-the 24 KB that hide the memory's latency (gemv.py). No two programs share an output, and nothing goes through shared
-memory: the only exchange between lanes is the last sum.
+    sum_i w[i] x[i] = scale * unit * (256 sum q hi + sum q lo) + offset * sum x
 
-In 4 bits instructions are as scarce as bytes. An H200 starts 3e13 instructions of a lane a second; at 70 % of its
-bandwidth 6.2e12 weights arrive, so a weight may cost 4.8. An integer becomes a float without a conversion, which would
-cost two: its bits are put at the top of the mantissa of 1.0 (a shift, and one LOP3 for mask and exponent together), so
+A word of 4 bits becomes two operands by a shift and two masks (16 q: the number stays in the upper half of its byte),
+and each takes two `dp4a`: an instruction a weight, 1.4 with all around it. bfloat16 keeps 8 bits of a number, so 16
+lose nothing that matters, whatever the other numbers of the block are.
 
-    v = 1 + q / 2^bits        w = scale (q - middle) + offset = a v + b,    a = 2^bits scale,  b = offset - 1.5 a
+A program is one warp or two and owns BLOCK_N outputs; it requests BLOCK_W words of 64 bits of each (16 bytes a lane,
+neighbouring lanes neighbouring bytes) before it waits for x. No two programs share an output, and nothing goes through
+shared memory but the last sum.
 
-and over the inputs of four words, which share a and b:  sum_i w[i] x[i] = a sum_i v[i] x[i] + b sum_i x[i]. The inner
-loop is the shift, the LOP3 and a multiply-add. Scale and offset cost a few instructions for 32 weights, the offset next
-to nothing. The sum of x and its conversion are shared by the BLOCK_N outputs: 4.2 instructions a weight in all, as
-compiled for sm_90. v is between 1 and 2 and w is found as a difference, which loses four of fp32's 24 bits, on sums of
-products with 8 or 11.
-
-Two rows cost one more multiply-add a weight. From three on the tensor cores multiply.
+Rounding x is a launch of its own (1.2 us), which also computes the norm before the product where there is one. It
+writes the bytes in the order in which a lane needs them: for each word of 64 bits the hi of its numbers, then the lo.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,201 +36,355 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import capability, dependent_launch, next_power_of_2, start_next, wait_for_last
-from nanovllm.ops.triton.gemv import MAX_ROWS, finish
-from nanovllm.ops.triton.integers_matmul import (
-    LANE_WORDS,
-    expand_words,
-    factors,
-    first_input,
-    form_of,
-    integer_matmul,
-    mantissa,
-    tensors_of,
+from nanovllm.ops import integers
+from nanovllm.ops.triton.common import (
+    INTERPRETED,
+    capability,
+    dependent_launch,
+    next_power_of_2,
+    start_next,
+    wait_for_last,
 )
+from nanovllm.ops.triton.gemv import MAX_ROWS, finish
+from nanovllm.ops.triton.integers_matmul import expand_words, halves, integer_matmul
 
 GEMV_ROWS = 2
 # Expanding reads 0.5 and writes 2 bytes a weight, which cuBLAS reads again: some 4.5 ms for the 7e9 weights of
-# Qwen3-8B. If `integer_matmul` multiplies at half of cuBLAS's speed (350 against 700 TFLOP/s on an H200), it loses as
-# much at 225 rows.
+# Qwen3-8B. At 256 rows `integer_matmul` takes 1.2 times as long as cuBLAS (35 us more for a layer's four matrices,
+# 1.3 ms for all).
 MATMUL_ROWS = 256
 TENSOR_CORES = (8, 0)
+LARGEST, TINY = tl.constexpr(integers.LARGEST), tl.constexpr(integers.TINY)
+
+
+@triton.jit
+def round_kernel(
+    x_ptr,
+    gain_ptr,
+    order_ptr,
+    bytes_ptr,
+    units_ptr,
+    sums_ptr,
+    x_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """BLOCKS blocks of one row of x; with a norm all of them."""
+    start_next(DEPENDENT)
+    PLACES: tl.constexpr = 32 // BITS
+    LENGTH: tl.constexpr = 512 // BITS  # inputs of a block of 16 words
+    NUM_BLOCKS: tl.constexpr = (SIZE + LENGTH - 1) // LENGTH
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    # Byte i of a block belongs to word i // (2 PLACES). There bytes are in fours: places 2 f and 2 f + 1 of two columns.
+    i = tl.arange(0, LENGTH)
+    word, four, byte = i // (2 * PLACES), i % (2 * PLACES) // 4, i % 4
+    inputs = 16 * (2 * four + byte % 2) + 2 * word + byte // 2
+    at = block[:, None] * LENGTH + inputs[None, :]
+    # The inputs in their order, for the sums of groups.
+    group = tl.program_id(1) * BLOCKS * GROUPS + tl.arange(0, BLOCKS * GROUPS)
+    in_order = group[:, None] * (LENGTH // GROUPS) + tl.arange(0, LENGTH // GROUPS)[None, :]
+    ok, ok_in_order = at < SIZE, in_order < SIZE
+    if HAS_ORDER:
+        at = tl.load(order_ptr + at, mask=ok, other=0)
+        in_order = tl.load(order_ptr + in_order, mask=ok_in_order, other=0)
+    if HAS_NORM:
+        gain = tl.load(gain_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        gain_in_order = tl.load(gain_ptr + in_order, mask=ok_in_order, other=0.0).to(tl.float32)
+    wait_for_last(DEPENDENT)
+    x_ptr += row * x_stride
+    x = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    x_in_order = tl.load(x_ptr + in_order, mask=ok_in_order, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(x * x) / SIZE + eps)
+        x *= factor * gain
+        x_in_order *= factor * gain_in_order
+    unit = tl.maximum(tl.max(tl.abs(x), axis=1), TINY) / LARGEST
+    whole = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
+    hi = (whole + 128) >> 8
+    to = bytes_ptr + row * (2 * NUM_BLOCKS * LENGTH) + block[:, None] * (2 * LENGTH)
+    to += (word * (4 * PLACES) + i % (2 * PLACES))[None, :]
+    inside = (block < NUM_BLOCKS)[:, None]
+    tl.store(to, hi.to(tl.int8), mask=inside)
+    tl.store(to + 2 * PLACES, (whole - hi * 256).to(tl.int8), mask=inside)
+    scaled: tl.constexpr = 16.0 if BITS == 4 else 1.0  # what is multiplied by it is 16 q in 4 bits
+    tl.store(units_ptr + row * NUM_BLOCKS + block, unit / scaled, mask=block < NUM_BLOCKS)
+    sums = tl.sum(x_in_order, axis=1)
+    tl.store(sums_ptr + row * (NUM_BLOCKS * GROUPS) + group, sums, mask=group < NUM_BLOCKS * GROUPS)
+
+
+@dataclass(frozen=True)
+class RoundedRows:
+    """x as `integer_gemv_kernel` reads it."""
+
+    numbers: torch.Tensor  # int8 [rows, blocks, 2 * inputs of a block]
+    units: torch.Tensor  # float32 [rows, blocks]
+    sums: torch.Tensor  # float32 [rows, groups], of x
+
+
+def round_rows(x: torch.Tensor, weight: Any, norm: tuple[torch.Tensor, float] | None = None) -> RoundedRows:
+    """norm = (weight [K], eps): that of x in place of x."""
+    rows, size = x.shape
+    assert x.stride(1) == 1
+    groups, length = integers.block_length(weight.bits) // weight.group, integers.block_length(weight.bits)
+    blocks, dependent = integers.num_blocks(size, weight.bits), dependent_launch(x.device)
+    numbers = torch.empty((rows, blocks, 2 * length), dtype=torch.int8, device=x.device)
+    units = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
+    sums = torch.empty((rows, blocks * groups), dtype=torch.float32, device=x.device)
+    tile = next_power_of_2(blocks) if norm is not None else min(1024 // length, next_power_of_2(blocks))
+    round_kernel[(rows, triton.cdiv(blocks, tile))](
+        x,
+        x if norm is None else norm[0],
+        x if weight.order is None else weight.order,
+        numbers,
+        units,
+        sums,
+        x.stride(0),
+        0.0 if norm is None else norm[1],
+        SIZE=size,
+        BITS=weight.bits,
+        GROUPS=groups,
+        BLOCKS=tile,
+        HAS_NORM=norm is not None,
+        HAS_ORDER=weight.order is not None,
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
+        num_warps=min(8, max(2, tile * length // 512)),
+    )
+    return RoundedRows(numbers, units, sums)
+
+
+def dot_code(bits: int, groups: int) -> dict[str, Any]:
+    """PTX that multiplies the numbers of a 64-bit word by those of x: for each group 256 times the sum of products with
+    hi, and that with lo. Its inputs: the word, then the fours of hi, then those of lo."""
+    fours = integers.num_places(bits) // 2
+    lines = ["{ .reg .b32 w0, w1, t, h, l;", f"mov.b64 {{w0, w1}}, ${groups};"]
+    for group in range(groups):
+        lines.append("mov.b32 h, 0; mov.b32 l, 0;")
+        first, last = group * fours // groups, ((group + 1) * fours - 1) // groups
+        for four in range(first, last + 1):
+            hi, lo = f"${groups + 1 + four}", f"${groups + 1 + fours + four}"
+            word = f"w{2 * four // fours}"
+            if bits == 4 and four % 2 == 0:
+                lines += [f"shl.b32 t, {word}, 4;", "and.b32 t, t, 0xf0f0f0f0;"]
+            elif bits == 4:
+                lines.append(f"and.b32 t, {word}, 0xf0f0f0f0;")
+            elif groups > fours:  # groups of 16: a place of the two
+                lines.append(f"and.b32 t, {word}, {'0xff00ff00' if group % 2 else '0x00ff00ff'};")
+            else:
+                lines.append(f"mov.b32 t, {word};")
+            lines += [f"dp4a.s32.s32 h, t, {hi}, h;", f"dp4a.s32.s32 l, t, {lo}, l;"]
+        lines.append(f"shl.b32 h, h, 8; add.s32 ${group}, h, l;")
+    constraints = ["=r"] * groups + ["l"] + ["r"] * 2 * fours
+    return {"CODE": "\n".join([*lines, "}"]), "CONSTRAINTS": ",".join(constraints)}
+
+
+@triton.jit
+def _plain_products(words, x, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """What the PTX computes, for the interpreter."""
+    FOURS: tl.constexpr = 16 // BITS
+    found = ()
+    for group in tl.static_range(GROUPS):
+        total = tl.zeros(words.shape, tl.int32)
+        for four in tl.static_range(FOURS):
+            for byte in tl.static_range(4):
+                if (four * GROUPS // FOURS if GROUPS <= FOURS else 2 * four + byte % 2) == group:
+                    place: tl.constexpr = 32 * (2 * four // FOURS) + 8 * byte
+                    if BITS == 4:
+                        up = ((words >> (place + four % 2 * 4)) << 60) >> 56  # 16 q
+                    else:
+                        up = (words >> place) << 56 >> 56
+                    hi = (x[four] << (24 - 8 * byte)) >> 24
+                    lo = (x[FOURS + four] << (24 - 8 * byte)) >> 24
+                    total += up.to(tl.int32) * (256 * hi + lo)
+        found = found + (total,)
+    return found
+
+
+@triton.jit
+def _fours(numbers_ptr, quad, PART: tl.constexpr, PLACES: tl.constexpr):
+    """Four int32 of each pair of 64-bit words, as four vectors; PART of 16 bytes."""
+    x = tl.load(numbers_ptr + quad[:, None] * (2 * PLACES) + PART * 4 + tl.arange(0, 4)[None, :])
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _of_both(first, second):
+    """Of the two words that a lane has, side by side: [1, 2 * lanes]."""
+    return tl.reshape(tl.join(first, second), (1, 2 * first.shape[0]))
+
+
+@triton.jit
+def _load_numbers(numbers_ptr, quad, BITS: tl.constexpr):
+    """hi and lo of x for each 64-bit word, in the order of `dot_code`: 2 fours of each in 8 bits, 4 in 4 bits."""
+    PLACES: tl.constexpr = 32 // BITS
+    found = ()
+    if BITS == 4:
+        for part in tl.static_range(2):
+            first = _fours(numbers_ptr, quad, part, PLACES)
+            second = _fours(numbers_ptr, quad, 2 + part, PLACES)
+            for j in tl.static_range(4):
+                found = found + (_of_both(first[j], second[j]),)
+    else:
+        first, second = _fours(numbers_ptr, quad, 0, PLACES), _fours(numbers_ptr, quad, 1, PLACES)
+        for j in tl.static_range(4):
+            found = found + (_of_both(first[j], second[j]),)
+    return found
+
+
+@triton.jit
+def _load_words(
+    words_ptr, factors_ptr, row, start, out_size,
+    SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_W words of these outputs; of each pair of words the factors of its block's groups, a tuple of
+    [BLOCK_N, BLOCK_W / 2]. evict_first: a weight is read once a step and need not stay in the cache."""
+    NUM_BLOCKS: tl.constexpr = (SIZE * BITS + 511) // 512
+    WORDS: tl.constexpr = NUM_BLOCKS * 8
+    w = start + tl.arange(0, BLOCK_W)
+    block = (start // 2 + tl.arange(0, BLOCK_W // 2)) // 4
+    place = words_ptr + row.to(tl.int64)[:, None] * WORDS + w[None, :]
+    factors = ()
+    if WORDS % BLOCK_W == 0:
+        words = tl.load(place, eviction_policy="evict_first")
+    else:
+        words = tl.load(place, mask=(w < WORDS)[None, :], other=0, eviction_policy="evict_first")
+    for g in tl.static_range(GROUPS):
+        at = factors_ptr + (block * GROUPS + g).to(tl.int64)[:, None] * out_size + row[None, :]
+        factors = factors + (tl.trans(tl.load(at, mask=(block < NUM_BLOCKS)[:, None], other=0)),)
+    return words, factors
+
+
+@triton.jit
+def _add_products(
+    total, words, factors, inputs, start, x_row,
+    SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, CODE: tl.constexpr, CONSTRAINTS: tl.constexpr,
+):  # fmt: skip
+    """total [BLOCK_N, BLOCK_W / 2]: a lane's part of the sums of each output."""
+    numbers_ptr, units_ptr, sums_ptr = inputs
+    NUM_BLOCKS: tl.constexpr = (SIZE * BITS + 511) // 512
+    N: tl.constexpr = words.shape[0]
+    PAIRS: tl.constexpr = words.shape[1] // 2
+    pair = start // 2 + tl.arange(0, PAIRS)
+    block = tl.minimum(pair // 4, NUM_BLOCKS - 1)  # words past the end are zeros
+    numbers_ptr += x_row * (NUM_BLOCKS * 256 // BITS)  # of four bytes
+    x = _load_numbers(numbers_ptr, tl.minimum(pair, NUM_BLOCKS * 4 - 1), BITS)
+    unit = tl.load(units_ptr + x_row * NUM_BLOCKS + block)
+    if INTERPRETED:
+        products = _plain_products(words, x, BITS, GROUPS)
+    else:
+        kind = unit.to(tl.int32).dtype
+        given = (words,) + x
+        products = tl.inline_asm_elementwise(CODE, CONSTRAINTS, given, dtype=(kind,) * GROUPS, is_pure=True, pack=1)
+    for g in tl.static_range(GROUPS):
+        scale, offset = halves(factors[g])
+        both = tl.sum(tl.reshape(products[g], (N, PAIRS, 2)), axis=2)
+        total += both.to(tl.float32) * (scale.to(tl.float32) * unit[None, :])
+        # The sum of a group is added by the first lane of the four that have its block.
+        of_group = tl.load(sums_ptr + x_row * (NUM_BLOCKS * GROUPS) + block * GROUPS + g)
+        total += offset.to(tl.float32) * tl.where(pair % 4 == 0, of_group, 0.0)[None, :]
+    return total
+
+
+@triton.jit
+def _load_step(
+    words_ptr, factors_ptr, row, start, out_size, all_outputs,
+    SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_W: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Of these outputs, and of the other half of a gated weight."""
+    words, factors = _load_words(words_ptr, factors_ptr, row, start, all_outputs, SIZE, BITS, GROUPS, BLOCK_W)
+    up, up_factors = words, factors
+    if GATED:
+        up, up_factors = _load_words(
+            words_ptr, factors_ptr, row + out_size, start, all_outputs, SIZE, BITS, GROUPS, BLOCK_W
+        )
+    return words, factors, up, up_factors
+
+
+@triton.jit
+def _add_step(
+    sums, step, inputs, start,
+    SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, CODE: tl.constexpr, CONSTRAINTS: tl.constexpr,
+    NUM_ROWS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    first, up_first, second, up_second = sums
+    words, factors, up, up_factors = step
+    first = _add_products(first, words, factors, inputs, start, 0, SIZE, BITS, GROUPS, CODE, CONSTRAINTS)
+    if GATED:
+        up_first = _add_products(up_first, up, up_factors, inputs, start, 0, SIZE, BITS, GROUPS, CODE, CONSTRAINTS)
+    if NUM_ROWS == 2:
+        second = _add_products(second, words, factors, inputs, start, 1, SIZE, BITS, GROUPS, CODE, CONSTRAINTS)
+        if GATED:
+            up_second = _add_products(
+                up_second, up, up_factors, inputs, start, 1, SIZE, BITS, GROUPS, CODE, CONSTRAINTS
+            )
+    return first, up_first, second, up_second
 
 
 @triton.jit
 def integer_gemv_kernel(
-    x_ptr,
+    numbers_ptr,
+    units_ptr,
+    sums_ptr,
     words_ptr,
-    scale_ptr,
-    offset_ptr,
+    factors_ptr,
     bias_ptr,
-    norm_weight_ptr,
     residual_ptr,
     out_ptr,
-    x_stride,
     out_size,
-    eps,
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CODE: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_next(DEPENDENT)
-    NUM_WORDS: tl.constexpr = SIZE * BITS // 32
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Outputs past the end read row 0: cheaper than a mask on every weight.
-    rows = tl.where(n < out_size, n, 0).to(tl.int64)
-    pointers = (words_ptr, scale_ptr, offset_ptr)
-    none = tl.zeros([BLOCK_N, BLOCK_W // LANE_WORDS], tl.float32)
-    sums = (none, none, none, none, tl.zeros([BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32))
-    w = tl.arange(0, BLOCK_W)
-    weights = _load_words(pointers, rows, out_size, 0, SIZE, BITS, GROUP, BLOCK_W, HAS_OFFSET, GATED)
-    wait_for_last(DEPENDENT)  # the first weights are on their way meanwhile
-    inputs = (x_ptr, norm_weight_ptr, x_stride)
-    sums = _add_products(sums, weights, inputs, w, SIZE, BITS, NUM_ROWS, GATED, HAS_NORM)
-    for start in tl.range(BLOCK_W, NUM_WORDS, BLOCK_W, loop_unroll_factor=2):
-        weights = _load_words(pointers, rows, out_size, start, SIZE, BITS, GROUP, BLOCK_W, HAS_OFFSET, GATED)
-        sums = _add_products(sums, weights, inputs, start + w, SIZE, BITS, NUM_ROWS, GATED, HAS_NORM)
+    row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0: cheaper than a mask on every weight
+    all_outputs = out_size * 2 if GATED else out_size
+    NUM_WORDS: tl.constexpr = (SIZE * BITS + 511) // 512 * 8
+    none = tl.zeros([BLOCK_N, BLOCK_W // 2], tl.float32)
+    first, second, up_first, up_second = none, none, none, none
+    given = (words_ptr, factors_ptr, row, 0, out_size, all_outputs)
+    step = _load_step(*given, SIZE, BITS, GROUPS, BLOCK_W, GATED)
+    wait_for_last(DEPENDENT)  # the first words are on their way meanwhile
+    inputs = (numbers_ptr, units_ptr, sums_ptr)
+    sums = (first, up_first, second, up_second)
+    for start in tl.range(0, NUM_WORDS - BLOCK_W, BLOCK_W, loop_unroll_factor=2):
+        # The words of the next step are on their way while these are multiplied.
+        given = (words_ptr, factors_ptr, row, start + BLOCK_W, out_size, all_outputs)
+        following = _load_step(*given, SIZE, BITS, GROUPS, BLOCK_W, GATED)
+        sums = _add_step(sums, step, inputs, start, SIZE, BITS, GROUPS, CODE, CONSTRAINTS, NUM_ROWS, GATED)
+        step = following
+    last: tl.constexpr = (NUM_WORDS - 1) // BLOCK_W * BLOCK_W
+    sums = _add_step(sums, step, inputs, last, SIZE, BITS, GROUPS, CODE, CONSTRAINTS, NUM_ROWS, GATED)
+    first, up_first, second, up_second = sums
     is_second = tl.arange(0, NUM_ROWS) == 1
-    total = _of_rows(tl.sum(sums[0], axis=1), tl.sum(sums[1], axis=1), is_second)
-    up_total = _of_rows(tl.sum(sums[2], axis=1), tl.sum(sums[3], axis=1), is_second)
-    squares = tl.where(is_second, tl.sum(sums[5], axis=0), tl.sum(sums[4], axis=0))
-    rest = (bias_ptr, residual_ptr, out_ptr)
-    finish(total, up_total, squares, n, rest, out_size, eps, SIZE, NUM_ROWS, HAS_BIAS, HAS_NORM, GATED, HAS_RESIDUAL)
+    total = _of_rows(first, second, is_second)
+    up_total = _of_rows(up_first, up_second, is_second)
+    rest, no_norm = (bias_ptr, residual_ptr, out_ptr), tl.zeros([NUM_ROWS], tl.float32)
+    finish(total, up_total, no_norm, n, rest, out_size, 0.0, SIZE, NUM_ROWS, HAS_BIAS, False, GATED, HAS_RESIDUAL)
 
 
 @triton.jit
 def _of_rows(first, second, is_second):
-    return tl.where(is_second[None, :], second[:, None], first[:, None])
-
-
-@triton.jit
-def _load_words(
-    pointers,
-    rows,
-    out_size,
-    start,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """BLOCK_W words of these outputs, and of the other half of a gated weight; a and b for each four of them."""
-    half = _load_half(pointers, rows, start, SIZE, BITS, GROUP, BLOCK_W, HAS_OFFSET)
-    up = half
-    if GATED:
-        up = _load_half(pointers, rows + out_size, start, SIZE, BITS, GROUP, BLOCK_W, HAS_OFFSET)
-    return half, up
-
-
-@triton.jit
-def _load_half(
-    pointers,
-    rows,
-    start,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-):
-    """evict_first: a weight is read once a step and need not stay in the cache. Past the end scale and offset are 0."""
-    words_ptr, scale_ptr, offset_ptr = pointers
-    NUM_WORDS: tl.constexpr = SIZE * BITS // 32
-    NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    w = start + tl.arange(0, BLOCK_W)
-    quad = start + tl.arange(0, BLOCK_W // LANE_WORDS) * LANE_WORDS
-    place = rows[:, None] * NUM_WORDS + w[None, :]
-    of_group = rows[:, None] * NUM_GROUPS + (first_input(quad, BITS) // GROUP)[None, :]
-    if NUM_WORDS % BLOCK_W == 0:
-        words = tl.load(words_ptr + place, eviction_policy="evict_first")
-        scale = tl.load(scale_ptr + of_group)
-        offset = tl.load(offset_ptr + of_group) if HAS_OFFSET else scale
-    else:
-        ok = (quad < NUM_WORDS)[None, :]
-        words = tl.load(words_ptr + place, mask=(w < NUM_WORDS)[None, :], other=0, eviction_policy="evict_first")
-        scale = tl.load(scale_ptr + of_group, mask=ok, other=0.0)
-        offset = tl.load(offset_ptr + of_group, mask=ok, other=0.0) if HAS_OFFSET else scale
-    a, b = factors(scale, offset, BITS, HAS_OFFSET)
-    return words, a, b
-
-
-@triton.jit
-def _add_products(
-    sums,
-    weights,
-    inputs,
-    w,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
-    """A number is unpacked once for both rows of x. The rows are written out: a sum for each is a tile of its own."""
-    total, total2, up_total, up_total2, squares, squares2 = sums
-    half, up = weights
-    words, a, b = half
-    up_words, up_a, up_b = up
-    x_ptr, norm_weight_ptr, x_stride = inputs
-    k = first_input(w, BITS)
-    none, nothing = tl.zeros(words.shape, tl.float32), tl.zeros(w.shape, tl.float32)
-    products, products2, up_products, up_products2, x_sum, x_sum2 = none, none, none, none, nothing, nothing
-    for j in tl.static_range(32 // BITS):
-        at = k + LANE_WORDS * j
-        gain = nothing
-        if HAS_NORM:
-            gain = tl.load(norm_weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
-        v, up_v = mantissa(words, j, BITS), mantissa(up_words, j, BITS)
-        x, squares = _load_x(x_ptr, at, gain, squares, SIZE, HAS_NORM)
-        x_sum += x
-        products += v * x[None, :]
-        if GATED:
-            up_products += up_v * x[None, :]
-        if NUM_ROWS == 2:
-            x, squares2 = _load_x(x_ptr + x_stride, at, gain, squares2, SIZE, HAS_NORM)
-            x_sum2 += x
-            products2 += v * x[None, :]
-            if GATED:
-                up_products2 += up_v * x[None, :]
-    total += a * _of_lanes(products) + b * _of_lane(x_sum)[None, :]
-    if GATED:
-        up_total += up_a * _of_lanes(up_products) + up_b * _of_lane(x_sum)[None, :]
-    if NUM_ROWS == 2:
-        total2 += a * _of_lanes(products2) + b * _of_lane(x_sum2)[None, :]
-        if GATED:
-            up_total2 += up_a * _of_lanes(up_products2) + up_b * _of_lane(x_sum2)[None, :]
-    return total, total2, up_total, up_total2, squares, squares2
-
-
-@triton.jit
-def _load_x(x_ptr, k, gain, squares, SIZE: tl.constexpr, HAS_NORM: tl.constexpr):
-    x = tl.load(x_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        squares += x * x
-        x *= gain
-    return x, squares
-
-
-@triton.jit
-def _of_lanes(tile):
-    """[BLOCK_N, BLOCK_W] -> [BLOCK_N, BLOCK_W / 4]: the four words that a lane read at once, which stay in it."""
-    return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // LANE_WORDS, LANE_WORDS]), axis=2)
-
-
-@triton.jit
-def _of_lane(row):
-    return tl.sum(tl.reshape(row, [row.shape[0] // LANE_WORDS, LANE_WORDS]), axis=1)
+    return tl.where(is_second[None, :], tl.sum(second, axis=1)[:, None], tl.sum(first, axis=1)[:, None])
 
 
 def integer_gemv(
@@ -243,57 +395,93 @@ def integer_gemv(
     gated: bool = False,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    block: tuple[int, int] | None = None,
+    block: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """As `gemv.gemv`, with an IntegerWeight (layers/integers.py). `block` = (BLOCK_N, RUNS) overrides the choice."""
-    (rows, size), dependent = x.shape, dependent_launch(x.device)
-    if weight.order is not None:
-        x, norm = x[:, weight.order], norm and (norm[0][weight.order], norm[1])
+    """As `gemv.gemv`, with an IntegerWeight (layers/integers.py). `block` = (BLOCK_N, BLOCK_W, warps) overrides the
+    choice."""
+    return rounded_gemv(round_rows(x, weight, norm), weight, x.dtype, bias, gated, residual, out, block)
+
+
+def rounded_gemv(
+    x: RoundedRows,
+    weight: Any,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    block: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    rows, dependent = len(x.numbers), dependent_launch(x.numbers.device)
     out_size = weight.shape[0] // 2 if gated else weight.shape[0]
     assert 1 <= rows <= GEMV_ROWS
-    assert x.stride(1) == 1
-    out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device) if out is None else out
-    block_n, block_w = block or choose_block(rows, size * weight.bits // 32, gated)
+    out = torch.empty((rows, out_size), dtype=dtype, device=x.numbers.device) if out is None else out
+    groups = integers.block_length(weight.bits) // weight.group
+    num_words = weight.words.shape[1] // 2
+    block_n, block_w, warps = block or choose_block(weight.bits, groups, rows, num_words, gated)
     integer_gemv_kernel[(triton.cdiv(out_size, block_n),)](
-        x,
-        *tensors_of(weight),
-        x if bias is None else bias,
-        x if norm is None else norm[0],
-        x if residual is None else residual,
+        x.numbers.view(torch.int32),
+        x.units,
+        x.sums,
+        weight.words.view(torch.int64),
+        weight.factors,
+        out if bias is None else bias,
+        out if residual is None else residual,
         out,
-        x.stride(0),
         out_size,
-        0.0 if norm is None else norm[1],
-        **form_of(weight),
+        SIZE=weight.shape[1],
+        BITS=weight.bits,
+        GROUPS=groups,
+        **dot_code(weight.bits, groups),
         NUM_ROWS=rows,
         BLOCK_N=block_n,
         BLOCK_W=block_w,
         HAS_BIAS=bias is not None,
-        HAS_NORM=norm is not None,
         GATED=gated,
         HAS_RESIDUAL=residual is not None,
         DEPENDENT=dependent,
         launch_pdl=dependent,
-        num_warps=1,
+        num_warps=warps,
     )
     return out
 
 
-def choose_block(rows: int, num_words: int, gated: bool) -> tuple[int, int]:
-    """(outputs a program, words a step): 4 KB of words a step. Each takes a register of its lane, and so does each of
-    their sums, for every row of x: for two rows and for a gated weight half as many outputs."""
-    block_w = min(256, max(32, next_power_of_2(num_words)))
-    return max(1, min(8, 1024 // block_w) // rows // (2 if gated else 1)), block_w
+def choose_block(bits: int, groups: int, rows: int, num_words: int, gated: bool) -> tuple[int, int, int]:
+    """(outputs a program, 64-bit words a step, warps). H200, us without rounding x, the best of nine (share of a plain
+    read's 4.46 TB/s); the others are up to twice as slow:
+
+                                6144 x 4096     4096 x 4096     24576 x 4096, gated  4096 x 12288
+        int4-128, one row       4x256/2  5.4    4x256/1  4.3    8x64/1  14.9         8x128/2   9.8
+                                (56 %)          (47 %)          (80 %)               (61 %)
+        two rows                8x128/2  6.2    8x128/2  5.3    4x64/1  18.2         8x128/2  11.7
+        int4-32, one row        8x128/2  7.2    4x128/2  5.7    4x64/1  23.8         8x128/2  13.6
+        int8-32, one row        4x128/2  8.9    4x128/2  7.5    8x128/2 31.8         4x128/2  17.5
+    """
+    most = max(64, next_power_of_2(num_words))
+    if gated:
+        return (8 if (bits, groups, rows) == (4, 1, 1) else 4), 64, 1
+    if bits == 4 and (groups > 1 or rows > 1 or num_words > 256):
+        block_n, block_w, warps = 8, 128, 2
+    else:
+        block_n, block_w, warps = 4, 256 if bits == 4 else 128, 2
+    return (block_n, block_w, warps) if most >= block_w else (block_n, most, max(1, warps * most // block_w))
 
 
 def integer_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, K], weight: an IntegerWeight (layers/integers.py) [N, K]."""
     rows, has_cores = len(x), capability(x.device) >= TENSOR_CORES or x.device.type == "cpu"
-    if 1 <= rows <= (GEMV_ROWS if has_cores else MAX_ROWS):
+    is_half = x.dtype != torch.float32
+    if is_half and 1 <= rows <= (GEMV_ROWS if has_cores else MAX_ROWS):
         parts = [integer_gemv(some, weight, bias) for some in x.split(GEMV_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     if weight.order is not None:
         x = x[:, weight.order]
-    if 1 <= rows <= MATMUL_ROWS and has_cores:
+    if is_half and 1 <= rows <= MATMUL_ROWS and has_cores:
         return integer_matmul(x, weight, bias)
-    return F.linear(x, expand_words(weight, x.dtype), bias)
+    if is_half:
+        return F.linear(x, expand_words(weight, x.dtype), bias)
+    return F.linear(x, integers.expand(weight, x.dtype) if weight.order is None else _in_order(weight), bias)
+
+
+def _in_order(weight: Any) -> torch.Tensor:
+    return integers.expand(weight, torch.float32)[:, weight.order]

@@ -4,20 +4,36 @@
 out^T = W x^T: the weight is the left operand, because that one may stay in registers; Hopper's instruction takes the
 right one from shared memory only.
 
-A program owns BLOCK_N outputs of BLOCK_M rows. A step reads BLOCK_W words of each output and goes through the places of
-a word: place j of BLOCK_W words is a tile [BLOCK_N, BLOCK_W] of numbers, and the inputs that they belong to are a tile
-[BLOCK_M, BLOCK_W] of x, in pieces of four neighbours. So a step is eight products (four in 8 bits). Words are copied to
-shared memory packed, several steps ahead, and unpacked where the tensor cores want them:
+A program owns BLOCK_N outputs of BLOCK_M rows. A step reads a block of words of each output, copied to shared memory
+packed, several steps ahead, and unpacks it where the tensor cores want it. A register there holds two neighbouring
+numbers of 16 bits, and so does every word when it is shifted to a place and masked:
 
-    v = 1 + q / 2^bits (a shift and a LOP3, `integers.py`), w = a v + b in fp32, then x's dtype (half an instruction)
+    4 bits   (word & 0x000f000f) ^ 0x43084308 are two bfloat16 128 + (q + 8): q + 8 lies in the lowest bits of the
+             mantissa of 128. Less 136, exactly; then times the scale, plus the offset
+    8 bits   the lower seven bits likewise, and the sign decides what is subtracted: 128 or 256
 
-A weight is rounded to the same number that expanding it gives; the work does not grow with the rows up to BLOCK_M. With
-groups of 128 a step of 16 words is one group in 4 bits: a and b are one number an output. With smaller groups each word
-loads its own.
+So two weights take a shift, a LOP3 and two HFMA2 (one LOP3 more in 8 bits): 1.9 instructions a weight. fp32 arithmetic
+and one weight at a time took 4.5. Scale and offset are rounded to x's dtype first, so a weight is within a rounding or
+two of what expanding it gives. As the numbers come out in the order of the inputs, a step is one product of 128 inputs
+(64), whatever the groups are. The work does not grow with the rows up to BLOCK_M.
 
 Few outputs leave multiprocessors idle: 4096 outputs are 64 programs, an H200 has 132 multiprocessors. Then the inputs
 are cut into pieces, each program writes its sums in fp32, and a second kernel adds them in the order of the pieces and
 rounds once. So the output does not depend on which program ends first, as it would with atomic additions.
+
+Hopper's product is asynchronous, and reads its left operand from registers while the program goes on. Triton 3.6 lets
+seven of the eight products of a step run on into the next one, which overwrites these registers: of 400 runs with 8
+warps on an H200 60 gave another result. `hold` makes the sums an input of something else, which waits for all of them.
+
+Measured on an H200, int4 in groups of 128, us (16 bits by cuBLAS):
+
+    rows          6144 x 4096      4096 x 4096      24576 x 4096     4096 x 12288
+    8              9.6 (16.4)       7.3 (12.8)       23.3 (54.0)      14.3 (31.3)
+    64            13.1 (17.5)      10.2 (12.2)       35.2 (52.2)      20.3 (33.1)
+    128           19.9             14.5              59.7             30.4
+    256           32.4 (24)        21.8 (18)        102   (80)        50.4 (49)
+
+With groups of 32: 64 rows 14.7, 10.8, 39.6, 22.7; 256 rows 36.5, 24.0, 111, 58.5.
 """
 
 from __future__ import annotations
@@ -39,126 +55,161 @@ from nanovllm.ops.triton.common import (
     wait_for_last,
 )
 
-ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
-LANE_WORDS = tl.constexpr(integers.LANE_WORDS)
+COLUMNS = tl.constexpr(integers.COLUMNS)
+
+
+def unpack_code(bits: int, groups: int, dtype: torch.dtype) -> dict[str, Any]:
+    """PTX that makes two numbers of each place of words 2p and 2p + 1, [places] registers, of these two words, then
+    `groups` scales and `groups` offsets, each twice in a register (and each register twice, for the two words)."""
+    places = integers.num_places(bits)
+    name, one = ("bf16x2", "0x3f803f80") if dtype == torch.bfloat16 else ("f16x2", "0x3c003c00")
+    large = 0x43004300 if dtype == torch.bfloat16 else 0x64006400  # 128 and 1024: the lowest bit of the mantissa is 1
+    lines = ["{ .reg .b32 t, u, one;", f"mov.b32 one, {one};"]
+    for j, shift in enumerate(integers.place_shifts(bits)):
+        word, group = places + j * 2 // places, j * groups // places
+        scale, offset = places + 2 + 2 * group, places + 2 + 2 * (groups + group)
+        lines.append(f"shr.u32 t, ${word}, {shift};" if shift else f"mov.b32 t, ${word};")
+        if bits == 4:
+            lines.append(f"mov.b32 u, {(large | 0x80008000) + 0x00080008:#x};")  # less 136
+            lines.append(f"lop3.b32 t, t, 0x000f000f, {large + 0x00080008:#x}, 0x6a;")  # (t & mask) ^ number
+        else:
+            lines.append(f"lop3.b32 u, t, 0x00800080, {large | 0x80008000:#x}, 0xea;")  # (t & mask) | number
+            lines.append(f"lop3.b32 t, t, 0x007f007f, {large:#x}, 0xea;")
+        lines.append(f"fma.rn.{name} t, t, one, u;")
+        lines.append(f"fma.rn.{name} ${j}, t, ${scale}, ${offset};")
+    constraints = ["=r"] * places + ["r"] * (2 + 4 * groups)
+    return {"CODE": "\n".join([*lines, "}"]), "CONSTRAINTS": ",".join(constraints)}
 
 
 @triton.jit
-def mantissa(words, PLACE: tl.constexpr, BITS: tl.constexpr):
-    """1 + q / 2^BITS of the numbers at one place of the words, fp32. LOP3 masks and sets the exponent at once; the
-    compiler makes two instructions of `&` and `|` with constants."""
-    SHIFT: tl.constexpr = 23 - BITS - BITS * PLACE
-    if SHIFT >= 0:
-        moved = words << SHIFT
-    else:
-        moved = words >> -SHIFT  # what an arithmetic shift brings in from above is masked
-    if INTERPRETED:
-        bits = (moved & ((2**BITS - 1) << (23 - BITS))) | ONE
-    elif BITS == 4:
-        bits = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x780000, 0x3F800000, 0xEA;", "=r,r", [moved], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        bits = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x7F8000, 0x3F800000, 0xEA;", "=r,r", [moved], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return bits.to(tl.float32, bitcast=True)
+def halves(factors):
+    """Scale and offset of `factors`, float16."""
+    scale = (factors & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale, (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def first_input(w, BITS: tl.constexpr):
-    """The input at place 0 of word w; that at place j is LANE_WORDS * j further."""
-    return w // LANE_WORDS * (LANE_WORDS * 32 // BITS) + w % LANE_WORDS
+def _twice(half, FLOAT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """float16 [BLOCK_N] -> two FLOAT in each int32 of [BLOCK_N, COLUMNS]."""
+    bits = half.to(FLOAT).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return tl.broadcast_to((bits | (bits << 16))[:, None], (BLOCK_N, COLUMNS))
 
 
 @triton.jit
-def factors(scale, offset, BITS: tl.constexpr, HAS_OFFSET: tl.constexpr):
-    """a and b of w = a mantissa + b."""
-    a = scale.to(tl.float32) * (2**BITS)
-    b = -1.5 * a
-    if HAS_OFFSET:
-        b += offset.to(tl.float32)
-    return a, b
+def _plain_places(words, PLACES: tl.constexpr, BITS: tl.constexpr):
+    """What the PTX makes, before scale and offset, in a tuple: for the interpreter, which has no PTX."""
+    first, second = tl.split(tl.reshape(words, (words.shape[0], COLUMNS // 2, 2)))
+    found = ()
+    for j in tl.static_range(PLACES):
+        # place_shifts of ops/integers.py
+        shift: tl.constexpr = (j % 2) * 8 + (j % 4) // 2 * 4 if BITS == 4 else (j % 2) * 8
+        word = first if 2 * j < PLACES else second
+        left = (word << (32 - BITS - shift)) >> (32 - BITS)
+        right = (word << (16 - BITS - shift)) >> (32 - BITS)
+        found = found + (tl.reshape(tl.join(left, right), words.shape),)
+    return found
 
 
 @triton.jit
-def _load_tile(
-    pointers,
-    n,
-    w,
-    SIZE: tl.constexpr,
+def unpack(
+    words,
+    factors,
+    FLOAT: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CODE: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
 ):
-    """Words w of outputs n, and their a and b, which are [BLOCK_N, 1] where a step lies within one group."""
-    words_ptr, scale_ptr, offset_ptr = pointers
-    NUM_WORDS: tl.constexpr = SIZE * BITS // 32
-    NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    GROUP_WORDS: tl.constexpr = GROUP * BITS // 32
-    if NUM_WORDS % BLOCK_W == 0:
-        words = tl.load(words_ptr + n[:, None] * NUM_WORDS + w[None, :], eviction_policy="evict_first")
-    else:  # x is 0 there
-        words = tl.load(words_ptr + n[:, None] * NUM_WORDS + w[None, :], mask=w[None, :] < NUM_WORDS, other=0)
-    if GROUP_WORDS % BLOCK_W == 0:
-        place = n[:, None] * NUM_GROUPS + (tl.min(w, axis=0) // GROUP_WORDS)
-        scale = tl.load(scale_ptr + place)
-        offset = tl.load(offset_ptr + place) if HAS_OFFSET else scale
+    """Words [BLOCK_N, 16] of a block and the factors of its groups, a tuple of [BLOCK_N] -> the weights of FLOAT,
+    [BLOCK_N, inputs of the block]."""
+    N: tl.constexpr = words.shape[0]
+    PLACES: tl.constexpr = 32 // BITS
+    if INTERPRETED:
+        found = ()
+        numbers = _plain_places(words, PLACES, BITS)
+        for j in tl.static_range(PLACES):
+            scale, offset = halves(factors[j * GROUPS // PLACES])
+            scale, offset = scale.to(FLOAT).to(tl.float32), offset.to(FLOAT).to(tl.float32)
+            found = found + ((numbers[j].to(tl.float32) * scale[:, None] + offset[:, None]).to(FLOAT),)
     else:
-        place = n[:, None] * NUM_GROUPS + (first_input(w, BITS) // GROUP)[None, :]
-        ok = w[None, :] < NUM_WORDS
-        scale = tl.load(scale_ptr + place, mask=ok, other=0.0)
-        offset = tl.load(offset_ptr + place, mask=ok, other=0.0) if HAS_OFFSET else scale
-    a, b = factors(scale, offset, BITS, HAS_OFFSET)
-    return words, a, b
+        scales, offsets = (), ()
+        for g in tl.static_range(GROUPS):
+            scale, offset = halves(factors[g])
+            scales = scales + (_twice(scale, FLOAT, N),)
+            offsets = offsets + (_twice(offset, FLOAT, N),)
+        given = (words,) + scales + offsets
+        kind = tl.zeros([1], FLOAT).dtype  # FLOAT itself is a constexpr, which a tuple may not hold
+        found = tl.inline_asm_elementwise(CODE, CONSTRAINTS, given, dtype=(kind,) * PLACES, is_pure=True, pack=2)
+    if PLACES == 8:
+        even = tl.join(tl.join(found[0], found[4]), tl.join(found[2], found[6]))
+        odd = tl.join(tl.join(found[1], found[5]), tl.join(found[3], found[7]))
+        whole = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1))
+    else:
+        whole = tl.permute(tl.join(tl.join(found[0], found[2]), tl.join(found[1], found[3])), (0, 2, 3, 1))
+    return tl.reshape(whole, (N, COLUMNS * PLACES))
 
 
-@triton.jit(do_not_specialize=["num_rows", "split_steps"])
+@triton.jit
+def hold(sums):
+    """The same, once all products that they are sums of have ended: see the top of this file."""
+    if INTERPRETED:
+        return sums
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def load_factors(factors_ptr, n, block, out_size, GROUPS: tl.constexpr):
+    found = ()
+    for g in tl.static_range(GROUPS):
+        found = found + (tl.load(factors_ptr + (block * GROUPS + g) * out_size + n),)
+    return found
+
+
+@triton.jit(do_not_specialize=["num_rows", "split_blocks"])
 def integer_matmul_kernel(
     x_ptr,
     words_ptr,
-    scale_ptr,
-    offset_ptr,
+    factors_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
     out_size,
     x_stride,
-    split_steps,
+    split_blocks,
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CODE: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_next(DEPENDENT)
     wait_for_last(DEPENDENT)
-    NUM_WORDS: tl.constexpr = SIZE * BITS // 32
+    LENGTH: tl.constexpr = 512 // BITS  # inputs of a block of 16 words
+    NUM_BLOCKS: tl.constexpr = (SIZE + LENGTH - 1) // LENGTH
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    NUM_STEPS: tl.constexpr = (NUM_WORDS + BLOCK_W - 1) // BLOCK_W
-    first = tl.program_id(2) * split_steps
-    # Outputs past the end read row 0: cheaper than a mask on every weight.
-    rows = tl.where(n < out_size, n, 0).to(tl.int64)
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride
+    first = tl.program_id(2) * split_blocks
+    row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0: cheaper than a mask on every weight
+    word_ptrs = words_ptr + row.to(tl.int64)[:, None] * (NUM_BLOCKS * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
+    k = tl.arange(0, LENGTH)
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in tl.range(first, tl.minimum(first + split_steps, NUM_STEPS)):
-        w = step * BLOCK_W + tl.arange(0, BLOCK_W)  # a multiple of 16 begins it: loads are as wide as can be
-        pointers = (words_ptr, scale_ptr, offset_ptr)
-        words, a, b = _load_tile(pointers, rows, w, SIZE, BITS, GROUP, BLOCK_W, HAS_OFFSET)
-        k = first_input(w, BITS)
+    for block in tl.range(first, tl.minimum(first + split_blocks, NUM_BLOCKS)):
+        words = tl.load(word_ptrs + block * COLUMNS)
+        factors = load_factors(factors_ptr, row, block, out_size, GROUPS)
         ok = (m < num_rows)[:, None]
-        if NUM_WORDS % BLOCK_W != 0:
-            ok = ok & (w < NUM_WORDS)[None, :]
-        for j in tl.static_range(32 // BITS):
-            x = tl.load(x_ptrs + (k + LANE_WORDS * j)[None, :], mask=ok, other=0.0)
-            weight = (mantissa(words, j, BITS) * a + b).to(x.dtype)
-            total += dot(weight, tl.trans(x))
+        if SIZE % LENGTH != 0:
+            ok = ok & (k < SIZE - block * LENGTH)[None, :]
+        x = tl.load(x_ptrs + block * LENGTH, mask=ok, other=0.0)
+        weight = unpack(words, factors, x.dtype, BITS, GROUPS, CODE, CONSTRAINTS)
+        total += dot(weight, tl.trans(x))
+        if BLOCK_M > 8:
+            total = hold(total)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
     out_ptr += tl.program_id(2).to(tl.int64) * num_rows * out_size
@@ -194,67 +245,67 @@ def add_splits_kernel(
 @triton.jit
 def expand_kernel(
     words_ptr,
-    scale_ptr,
-    offset_ptr,
+    factors_ptr,
     out_ptr,
     out_size,
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CODE: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_next(DEPENDENT)
+    LENGTH: tl.constexpr = 512 // BITS
+    NUM_BLOCKS: tl.constexpr = (SIZE + LENGTH - 1) // LENGTH
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    rows = tl.where(n < out_size, n, 0).to(tl.int64)
-    pointers = (words_ptr, scale_ptr, offset_ptr)
-    words, a, b = _load_tile(pointers, rows, w, SIZE, BITS, GROUP, BLOCK_W, HAS_OFFSET)
+    row, block = tl.where(n < out_size, n, 0), tl.program_id(1)
+    word_ptrs = words_ptr + row.to(tl.int64)[:, None] * (NUM_BLOCKS * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
+    words = tl.load(word_ptrs + block * COLUMNS)
+    factors = load_factors(factors_ptr, row, block, out_size, GROUPS)
     wait_for_last(DEPENDENT)  # the buffer may be in use until here
-    k = first_input(w, BITS)
-    ok = (n < out_size)[:, None] & (w < SIZE * BITS // 32)[None, :]
-    for j in tl.static_range(32 // BITS):
-        weight = mantissa(words, j, BITS) * a + b
-        tl.store(
-            out_ptr + rows[:, None] * SIZE + (k + LANE_WORDS * j)[None, :], weight.to(out_ptr.dtype.element_ty), mask=ok
-        )
+    weight = unpack(words, factors, out_ptr.dtype.element_ty, BITS, GROUPS, CODE, CONSTRAINTS)
+    k = block * LENGTH + tl.arange(0, LENGTH)
+    ok = (n < out_size)[:, None] & (k < SIZE)[None, :]
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + k[None, :], weight, mask=ok)
 
 
-def form_of(weight: Any) -> dict[str, Any]:
-    """What every kernel is told about the weight."""
-    facts = {"SIZE": weight.shape[1], "BITS": weight.bits, "GROUP": weight.group}
-    return {**facts, "HAS_OFFSET": weight.offset is not None}
-
-
-def tensors_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return weight.words, weight.scale, weight.scale if weight.offset is None else weight.offset
+def form_of(weight: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What kernels are told about the weight."""
+    groups = integers.block_length(weight.bits) // weight.group
+    facts = {"SIZE": weight.shape[1], "BITS": weight.bits, "GROUPS": groups}
+    return {**facts, **unpack_code(weight.bits, groups, dtype)}
 
 
 def expand_words(weight: Any, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K], columns in the order of the words (`IntegerWeight.order`)."""
+    """[N, K], columns in the order of the words (`IntegerWeight.order`). dtype: 16 bits."""
     out_size, size = weight.shape
     out = torch.empty((out_size, size), dtype=dtype, device=weight.words.device)
-    block_n, block_w, dependent = 8, 64, dependent_launch(out.device)
-    grid = (triton.cdiv(out_size, block_n), triton.cdiv(weight.words.shape[1], block_w))
-    options = {"BLOCK_N": block_n, "BLOCK_W": block_w, "DEPENDENT": dependent, "launch_pdl": dependent}
-    expand_kernel[grid](*tensors_of(weight), out, out_size, **form_of(weight), **options, num_warps=4)
+    dependent = dependent_launch(out.device)
+    options = {"BLOCK_N": 64, "DEPENDENT": dependent, "launch_pdl": dependent}
+    grid = (triton.cdiv(out_size, 64), integers.num_blocks(size, weight.bits))
+    expand_kernel[grid](weight.words, weight.factors, out, out_size, **form_of(weight, dtype), **options, num_warps=4)
     return out
 
 
 def integer_matmul(
-    x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, splits: int | None = None
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None = None,
+    tile: tuple[int, int, int, int] | None = None,
+    splits: int | None = None,
 ) -> torch.Tensor:
-    """x [rows, K], weight: an IntegerWeight (layers/integers.py) [N, K]. `splits` overrides the choice."""
+    """x [rows, K] of 16 bits, weight: an IntegerWeight (layers/integers.py) [N, K]. `tile` = (BLOCK_M, BLOCK_N, warps,
+    stages) and `splits` override the choice."""
     (rows, size), out_size = x.shape, weight.shape[0]
     assert x.stride(1) == 1
-    block_m, block_n, block_w = choose_tile(rows)
-    steps = triton.cdiv(size * weight.bits // 32, block_w)
+    block_m, block_n, warps, stages = tile or choose_tile(rows, out_size)
+    blocks = integers.num_blocks(size, weight.bits)
     tiles = triton.cdiv(out_size, block_n) * triton.cdiv(rows, block_m)
-    splits = min(steps, splits or choose_splits(tiles, steps, num_multiprocessors(x.device)))
-    per_split = triton.cdiv(steps, splits)
-    splits = triton.cdiv(steps, per_split)  # no empty ones
+    splits = min(blocks, splits or choose_splits(tiles, blocks, num_multiprocessors(x.device)))
+    per_split = triton.cdiv(blocks, splits)
+    splits = triton.cdiv(blocks, per_split)  # no empty ones
     dependent = dependent_launch(x.device)
     launch = {"DEPENDENT": dependent, "launch_pdl": dependent}
     out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device)
@@ -262,52 +313,48 @@ def integer_matmul(
     pointer = x if bias is None else bias
     integer_matmul_kernel[(triton.cdiv(out_size, block_n), triton.cdiv(rows, block_m), splits)](
         x,
-        *tensors_of(weight),
+        weight.words,
+        weight.factors,
         pointer,
         partial,
         rows,
         out_size,
         x.stride(0),
         per_split,
-        **form_of(weight),
+        **form_of(weight, x.dtype),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_W=block_w,
         HAS_BIAS=bias is not None and splits == 1,
-        num_warps=choose_warps(block_m),
-        num_stages=choose_stages(block_m),
+        num_warps=warps,
+        num_stages=stages,
         **launch,
     )
     if splits > 1:
-        tile, num = 512, rows * out_size
-        grid = (triton.cdiv(num, tile),)
-        add_splits_kernel[grid](
-            partial, pointer, out, num, splits, out_size, TILE=tile, HAS_BIAS=bias is not None, **launch, num_warps=4
-        )
+        tile_size, num = 512, rows * out_size
+        grid = (triton.cdiv(num, tile_size),)
+        options = {"TILE": tile_size, "HAS_BIAS": bias is not None, **launch, "num_warps": 4}
+        add_splits_kernel[grid](partial, pointer, out, num, splits, out_size, **options)
     return out
 
 
-def choose_tile(rows: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_W). 16 words an output are 64 bytes, whole sectors of memory, and in 4 bits a group of
-    128. Every program reads all rows of x: at 64 rows and 64 outputs a program that is four times the bytes of the
-    weight, from the L2 cache, so outputs are twice as many where rows are."""
-    block_m = min(128, max(16, next_power_of_2(rows)))
-    return block_m, 64 if block_m == 16 else 128, 16
+def choose_tile(rows: int, out_size: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages), the best of a dozen for each size of the table above. Four warps for each 64
+    outputs are what Hopper's instruction takes at once; 8 rows are below what it takes, and warps multiply alone."""
+    block_m = min(128, max(8, next_power_of_2(rows)))
+    if block_m == 8:
+        return (8, 64, 4, 4) if out_size >= 16384 else (8, 128, 8, 3)
+    if block_m == 16 or (block_m == 32 and out_size > 4096):
+        return block_m, 128, 4, 4 if block_m == 16 else 3
+    if block_m <= 64:
+        return block_m, 64, 4, 4 if block_m == 32 else 3
+    if 128 < rows <= 192:  # three times 64, not twice 128
+        return 64, 128, 4, 3
+    return 128, 64, 4, 2 if rows <= 128 and out_size >= 16384 else 3
 
 
-def choose_warps(block_m: int) -> int:
-    """Four for each 64 outputs, which is what Hopper's instruction takes at once."""
-    return 4 if block_m == 16 else 8
-
-
-def choose_stages(block_m: int) -> int:
-    """Steps in flight. A step is 64 bytes an output and 256 bytes a row: 8 KB at 16 rows and 64 outputs, 40 KB at 128
-    and 128. As many as leave room for two programs or more in the 227 KB of a multiprocessor (H200), and for one in 99
-    KB (RTX 4090)."""
-    return {16: 5, 32: 4, 64: 3}.get(block_m, 2)
-
-
-def choose_splits(tiles: int, steps: int, num_multiprocessors: int) -> int:
-    """Two programs for each multiprocessor where there are fewer tiles, but at least 8 steps (1,024 inputs in 4 bits) a
-    program: a split costs 4 bytes an output to write and to read, and the second launch."""
-    return max(1, min(2 * num_multiprocessors // tiles, steps // 8))
+def choose_splits(tiles: int, blocks: int, num_multiprocessors: int) -> int:
+    """Three programs for each multiprocessor where there are fewer tiles, but at least 4 blocks a program: a split
+    costs 4 bytes an output to write and to read, and the second launch. A power of two, so that neighbouring numbers of
+    rows add in the same order."""
+    most = min(3 * num_multiprocessors // tiles, blocks // 4, 8)
+    return 1 << (most.bit_length() - 1) if most > 0 else 1

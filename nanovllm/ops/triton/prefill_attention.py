@@ -59,7 +59,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.triton.common import LOG2E, LOWEST, capability, dot, next_power_of_2
-from nanovllm.ops.triton.e4m3 import form_of, from_e4m3
+from nanovllm.ops.triton.e4m3 import beside_e4m3, form_of, from_e4m3
 
 
 @triton.jit
@@ -196,6 +196,7 @@ def prefill_kernel(
 
     if FORM:  # all keys have one scale, and so all scores; all values too
         scale *= tl.load(scales_ptr)
+        q = beside_e4m3(q)
     context_len = tl.load(context_lens_ptr + seq)
     position = context_len - num_queries + query
     lowest = context_len - num_queries + first_query
