@@ -23,7 +23,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.model_config import ModelConfig
 from nanovllm.moe.scaled import expert_views
-from nanovllm.weights.expert_form import ExpertForm
+from nanovllm.weights.expert_form import ExpertForm, ExpertIntegers
 
 if TYPE_CHECKING:
     from nanovllm.ops.triton.moe_tiles import MoeShape, Tile, TileChoice
@@ -96,21 +96,33 @@ class Call:
 
 
 class MoeLab:
-    """One layer's experts with random weights, and the calls to time on them. `scale_block`: in 8-bit floats."""
+    """One layer's experts with random weights, and the calls to time on them. `scale_block`: in 8-bit floats;
+    `integers`: in integers."""
 
-    def __init__(self, device: Device, shape: KernelShape, dtype: torch.dtype, scale_block: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        shape: KernelShape,
+        dtype: torch.dtype,
+        scale_block: int | None = None,
+        integers: ExpertIntegers | None = None,
+    ) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
         num, hidden, size = shape.num_experts, shape.hidden, shape.size
-        self.form = ExpertForm.dense(hidden, size, scale_block)
+        self.form = ExpertForm.dense(hidden, size, scale_block, integers)
         self.gate_up: Any
         self.down: Any
-        if scale_block is None:
+        if not self.form.is_bytes:
             self.gate_up, self.down = self._weights(num, 2 * size, hidden), self._weights(num, hidden, size)
             return
         pool = torch.randint(0, 0x7F, (num, self.form.length), dtype=torch.uint8, device=device.torch_device)
         self.gate_up, self.down = expert_views(self.form, pool)  # 0x7f is not a number
         for stack in (self.gate_up, self.down):
-            stack.scale.fill_(stack.shape[2] ** -0.5 / 100)
+            small = stack.shape[2] ** -0.5 / 100
+            if integers is None:
+                stack.scale.fill_(small)
+            else:  # float16 scales; offsets of 0
+                stack.factors.fill_(int(torch.tensor(small, dtype=torch.float16).view(torch.int16)))
 
     def _weights(self, *sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=self.dtype, device=self.device.torch_device).normal_(std=sizes[-1] ** -0.5)

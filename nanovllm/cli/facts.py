@@ -109,7 +109,7 @@ def unused_options(config: EngineConfig, device: Device, placement: str | None) 
 
 def quantised_products(is_gpu: bool, ops: Ops) -> str:
     if is_gpu:
-        return "fp8, int8, int4 (of models without experts)" if ops.gemv is not None else "no: they need triton"
+        return "fp8, int8, int4" if ops.gemv is not None else "no: they need triton"
     return ops.quantised or f"no: {why_not_quantised(ops)}"
 
 

@@ -45,7 +45,7 @@ PLAN = OptionGroup(
         "max_num_batched_tokens": "Tokens of one step; none = chosen for you.",
         "max_num_seqs": "Sequences running at the same time; none = chosen for you.",
         "dtype": "As for the engine; auto is 16 bits here.",
-        "quantization": "auto = 8-bit floats if the model is published so; fp8 = quantised when loaded; none = dtype.",
+        "quantization": "auto = as the model is published; fp8, int8, int4 = quantised when loaded; none = dtype.",
         "bandwidth_gbs": "GB/s from host memory to the GPU; default: a range by the size of the card.",
         "disk_gbs": "GB/s of the disk, for experts that host memory does not hold.",
         "gpu_read_gbs": "GB/s of the GPU's own memory; default: a range by the size of the card.",
@@ -212,7 +212,8 @@ def heading(estimate: Estimate) -> Iterator[str]:
     config, topology, memory = estimate.model.config, estimate.topology, estimate.memory
     kind = f"{config.num_layers} layers"
     if config.moe is not None:
-        how = " (low-rank)" if estimate.model.forms else " (8-bit floats)" * estimate.model.has_scaled_experts
+        numbers = estimate.model.expert_numbers
+        how = " (low-rank)" if estimate.model.forms else f" ({numbers})" if numbers else ""
         size = gib(estimate.model.mean_expert_bytes) + how
         kind += f", {config.moe.num_experts} experts a layer of {size}, top {config.moe.top_k}"
     yield f"{estimate.options.model}: {config.architecture}, {kind}"

@@ -19,6 +19,7 @@ from torch import nn
 from nanovllm.layers.parted import PartedWeight, parted_weights
 from nanovllm.ops import integers
 from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.expert_form import ExpertIntegers
 from nanovllm.weights.four_bits import Grouped
 from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.integer_groups import KINDS, IntegerGroups, from_blocks, from_grouped
@@ -37,6 +38,7 @@ class IntegerForm:
     bits: int = 4
     group: int | None = 32  # inputs that share a scale; None: a whole row
     quantises: bool = False  # whatever the file has is quantised; otherwise floats stay
+    experts: ExpertIntegers | None = None  # of a mixture of experts (moe/integers.py); None: they are numbers of dtype
 
     @property
     def name(self) -> str:
@@ -106,6 +108,29 @@ class IntegerTarget(PackedTarget):
             self.take(name, found)
 
 
+def as_groups(found: Any, quantise: tuple[int, int] | None, device: torch.device) -> IntegerGroups | Expanded:
+    """Of a BlockPiece, a Grouped, or a tensor of floats; on the device. `quantise`: floats to so many bits, in groups
+    of so many inputs; None: they stay."""
+    if isinstance(found, BlockPiece):
+        found = found.groups(device)
+    elif isinstance(found, Grouped):
+        found = replace(found, q=found.q.to(device), scale=found.scale.to(device), zero=found.zero.to(device))
+        groups = from_grouped(found)
+        found = Expanded(found.expanded(), groups) if isinstance(groups, str) else groups
+    elif isinstance(found, torch.Tensor):
+        columns = found.shape[1]
+        if columns % integers.BLOCK:
+            return Expanded(found, f"a row of {columns} is no multiple of {integers.BLOCK}")
+        if quantise is None:
+            return Expanded(found, f"the file has {str(found.dtype).removeprefix('torch.')}")
+        bits, group = quantise
+        group = group if columns % group == 0 else integers.BLOCK
+        found = IntegerGroups(bits, group, *integers.quantise(found.to(device), bits, group))
+    if isinstance(found, IntegerGroups) and not found.fits_half:
+        return Expanded(found.expanded(), "expanded: its scales are too small or too large for float16")
+    return found
+
+
 class IntegerWeight(PartedWeight):
     words: torch.Tensor
     factors: torch.Tensor
@@ -141,24 +166,7 @@ class IntegerWeight(PartedWeight):
             self._empty()
 
     def _prepare(self, found: Any) -> IntegerGroups | Expanded:
-        """`found`: BlockPiece, Grouped, or a tensor of floats."""
-        columns, device = self.shape[1], self._device
-        if isinstance(found, BlockPiece):
-            found = found.groups(device)
-        elif isinstance(found, Grouped):
-            found = replace(found, q=found.q.to(device), scale=found.scale.to(device), zero=found.zero.to(device))
-            groups = from_grouped(found)
-            found = Expanded(found.expanded(), groups) if isinstance(groups, str) else groups
-        elif isinstance(found, torch.Tensor):
-            if columns % integers.BLOCK:
-                return Expanded(found, f"a row of {columns} is no multiple of {integers.BLOCK}")
-            if not self._quantises:
-                return Expanded(found, f"the file has {str(found.dtype).removeprefix('torch.')}")
-            group = self.group if columns % self.group == 0 else integers.BLOCK
-            found = IntegerGroups(self.bits, group, *integers.quantise(found.to(device), self.bits, group))
-        if isinstance(found, IntegerGroups) and not found.fits_half:
-            return Expanded(found.expanded(), "expanded: its scales are too small or too large for float16")
-        return found
+        return as_groups(found, (self.bits, self.group) if self._quantises else None, self._device)
 
     def _fill(self, parts: list[Any]) -> str:
         plain = [part.why for part in parts if isinstance(part, Expanded)]
@@ -186,6 +194,13 @@ class IntegerWeight(PartedWeight):
 
     def _empty(self) -> None:
         self.words, self.factors, self.order = self.words.new_empty(0), self.factors.new_empty(0), None
+
+    def set_rows(self, first: int, numbers: torch.Tensor) -> None:
+        groups = as_groups(numbers, (self.bits, self.group), self._device)
+        assert isinstance(groups, IntegerGroups)
+        groups = groups.in_groups(self.group)
+        self.words[first:].copy_(integers.pack_words(groups.q, self.bits))
+        self.factors[:, first:].copy_(integers.pack_factors(groups.scale, groups.offset, len(self.factors)))
 
     def outputs(self, places: torch.Tensor) -> Any:
         """These of its outputs, as `integers.expand` takes a weight."""

@@ -77,6 +77,10 @@ class PartedWeight(FewerBits):
         """Frees what `plain` replaces."""
         raise NotImplementedError
 
+    def set_rows(self, first: int, numbers: torch.Tensor) -> None:
+        """Quantises these in place of the rows from `first` on: made-up weights get other routers (runner/probe.py)."""
+        raise NotImplementedError
+
     @property
     def num_bytes(self) -> int:
         if self.plain is not None:

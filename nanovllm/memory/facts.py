@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nanovllm.model_config import ModelConfig
-from nanovllm.weights.expert_form import ExpertForm
+from nanovllm.weights.expert_form import ExpertForm, ExpertIntegers
 
 # quantization -> bytes of a number in a matrix, and in the embedding and the head (layers/packed.py), with the scales
 QUANTISED_BYTES = {"int8": (34 / 32, 34 / 32), "int4": (20 / 32, 34 / 32), "fp8": (1.0, 2.0)}
@@ -33,7 +33,10 @@ class ModelFacts:
     kv_cache_dtype: str = "auto"
     stored_bytes: float | None = None  # of a number, on average, in matrices that stay as a GGUF file has them
     expert_scales: int | None = None  # of dense experts in 8-bit floats (ExpertForm.scale_block); None: they are not
-    disk_factor: float = 1.0  # bytes of a file for each byte of an expert: 2 if 16 bits are quantised as they are read
+    expert_integers: ExpertIntegers | None = None  # of dense experts in integers
+    disk_factor: float = (
+        1.0  # bytes of a file for each byte of an expert: above 1 if 16 bits are quantised as they are read
+    )
 
     @property
     def num_sparse_layers(self) -> int:
@@ -64,20 +67,27 @@ class ModelFacts:
         """Forms of the sparse layers' experts, as far as this rank has them."""
         if self.config.moe is None:
             return ()
-        dense = ExpertForm.dense(self.config.hidden_size, self.config.moe.intermediate_size, self.expert_scales)
+        sizes = (self.config.hidden_size, self.config.moe.intermediate_size)
+        dense = ExpertForm.dense(*sizes, self.expert_scales, self.expert_integers)
         forms = self.forms or (dense,) * self.num_sparse_layers
         return tuple(form.share(self.num_ranks // self.expert_size) for form in forms)
 
     @property
-    def has_scaled_experts(self) -> bool:
-        """In 8-bit floats; ranks that cut blocks of scales expand them."""
-        return any(form.scale_block is not None for form in self.shares)
+    def expert_numbers(self) -> str:
+        """In words, where they have fewer bits than the model's dtype; ranks that cut blocks of scales expand them."""
+        for form in self.shares:
+            if form.integers is not None:
+                return form.integers.name
+            if form.scale_block is not None:
+                return "8-bit floats"
+        return ""
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Gate, up and down of one expert, by sparse layer."""
         matrix, _ = self._number_bytes
-        matrix = self.itemsize if self.quantization == "fp8" else matrix  # of experts that are not in 8-bit floats
+        if self.quantization == "fp8" or "-" in self.quantization:  # of experts that are expanded on a GPU
+            matrix = self.itemsize
         return tuple(form.num_bytes(self.itemsize if form.is_low_rank else matrix) for form in self.shares)
 
     @property

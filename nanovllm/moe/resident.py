@@ -1,4 +1,4 @@
-"""Experts that all stay in the device's memory: those of a layer stacked in two matrices; in 8-bit floats one block of
+"""Experts that all stay in the device's memory: those of a layer stacked in two matrices; in fewer bits one block of
 bytes after the other, as offloaded ones are kept (scaled.py)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ResidentExperts(SharedProjections):
         build = replace(build.plain, packs=build.packs and form is None)
         here, parallel = build.parallel.experts_here(moe.num_experts), build.parallel
         self.scaled: ScaledExperts | None = None
-        if self.form.scale_block is not None:
+        if self.form.is_bytes:
             self.scaled = ScaledExperts(self.form, self.shards, here, moe.num_experts, build.device)
         else:
             self.gate_up = self._stack(expert_parts(moe.num_experts), here, build)

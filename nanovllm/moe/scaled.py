@@ -1,5 +1,6 @@
-"""Experts in 8-bit floats: matrices and scales in a block of bytes (weights/expert_form.py), and the loader's targets.
-Resident experts are a stack of such blocks, and offloaded ones pass through buffers of the same form."""
+"""Experts in fewer bits: matrices and scales in a block of bytes (weights/expert_form.py), and the loader's targets;
+here those in 8-bit floats, in integers.py those in integers. Resident experts are a stack of such blocks, and offloaded
+ones pass through buffers of the same form."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from torch import nn
 
 from nanovllm.hardware.parallel import Shard
 from nanovllm.layers.build import Build
+from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.parted import FewerBits
 from nanovllm.layers.scaled import ScaledTarget, Scales
 from nanovllm.model_config import MoeConfig
+from nanovllm.moe.integers import integer_part_target, integer_views
 from nanovllm.ops import fp8
 from nanovllm.ops.fp8 import ScaledStack
 from nanovllm.weights.expert_form import DOWN, GATE, UP, ExpertForm
 from nanovllm.weights.fp8 import Fp8Blocks
-from nanovllm.weights.loader import Elsewhere, LoadTarget
+from nanovllm.weights.loader import Elsewhere, LoadTarget, PackedTarget
 
 AT_ONCE = 4 << 20  # numbers that are quantised, some 12 bytes of the device's memory for each
 
@@ -28,12 +31,15 @@ def dense_form(moe: MoeConfig, hidden: int, build: Build) -> ExpertForm:
     """Of whole experts as this engine keeps them."""
     scales = build.scaling
     block = scales.block if isinstance(scales, Scales) and scales.experts else None
-    return ExpertForm.dense(hidden, moe.intermediate_size, block)
+    integers = scales.experts if isinstance(scales, IntegerForm) else None
+    return ExpertForm.dense(hidden, moe.intermediate_size, block, integers)
 
 
 def expert_views(form: ExpertForm, block: torch.Tensor) -> tuple[Any, Any]:
     """gate_up [..., 2I, K] and down [..., rows, columns] of blocks [..., form.length or more], as `expert_pairs`
-    takes them: tensors, or a ScaledStack each."""
+    takes them: tensors, a ScaledStack each, or an IntegerStack each (of blocks [buffers, ...])."""
+    if form.integers is not None:
+        return integer_views(form, block)
     lead, rows = block.shape[:-1], 2 * form.intermediate
     split = rows * form.columns
     gate_up = block[..., :split].view(*lead, rows, form.columns)
@@ -60,8 +66,10 @@ def by_part(gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor
 
 def part_target(
     form: ExpertForm, part: str, shard: Shard | None, block: torch.Tensor, device: torch.device
-) -> ScaledTarget:
+) -> PackedTarget:
     """For the loader: a part of the expert in this block. Numbers of more bits are quantised on `device`."""
+    if form.integers is not None:
+        return integer_part_target(form, part, shard, whole_shape(form, part, shard), block, device)
     gate_up, down = expert_views(form, block[None])
     q, scale = by_part(gate_up.q[0], down.q[0])[part], by_part(gate_up.scale[0], down.scale[0])[part]
     return ScaledTarget(whole_shape(form, part, shard), shard, False, partial(_put, q, scale, device))
@@ -102,7 +110,6 @@ class ScaledExperts(FewerBits):
     """The experts of a layer that this rank has, one block after the other."""
 
     pool: torch.Tensor
-    label = "FP8"
 
     def __init__(
         self, form: ExpertForm, shards: dict[str, Shard], here: range, num_experts: int, device: torch.device
@@ -114,6 +121,10 @@ class ScaledExperts(FewerBits):
     def set_pool(self, pool: torch.Tensor) -> None:
         self.register_buffer("pool", pool, persistent=False)
         self.views, self.shape = expert_views(self.form, pool), (len(pool), self.form.numel)
+
+    @property
+    def label(self) -> str:
+        return "FP8" if self.form.integers is None else self.form.integers.name
 
     @property
     def num_bytes(self) -> int:
@@ -135,7 +146,7 @@ class ScaledExperts(FewerBits):
 
 
 def scaled_expert_targets(model: nn.Module) -> dict[str, dict[str, LoadTarget]]:
-    """Of all layers with resident experts in 8-bit floats."""
+    """Of all layers with resident experts in fewer bits."""
     return {
         f"{name.rpartition('.')[0]}.{parameter}": parts
         for name, module in model.named_modules()

@@ -24,7 +24,9 @@ is no multiple of a block is filled up with zeros."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,28 @@ def unpack_factors(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float16 scale and offset [outputs, groups]."""
     scale, offset = factors.t().contiguous()[..., None].view(torch.float16).unbind(-1)
     return scale, offset
+
+
+@dataclass(frozen=True)
+class IntegerStack:
+    """The matrices of a layer's experts: one in each expert buffer, views of one pool with any stride between them."""
+
+    words: torch.Tensor  # int32 [buffers, rows, blocks * 16]
+    factors: torch.Tensor  # int32 [buffers, groups, rows]
+    bits: int
+    group: int
+    columns: int
+
+    order: ClassVar[None] = None  # inputs are in their order
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (*self.words.shape[:2], self.columns)
+
+    def expanded(self, buffer: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns]"""
+        facts = {"bits": self.bits, "group": self.group, "shape": self.shape[1:], "order": self.order}
+        return expand(SimpleNamespace(words=self.words[buffer], factors=self.factors[buffer], **facts), dtype)
 
 
 def expand(weight: Any, dtype: torch.dtype) -> torch.Tensor:

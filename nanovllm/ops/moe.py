@@ -19,7 +19,9 @@ Low-rank experts (weights/expert_form.py) are the same with other sizes and two 
     between [R, I], down [S, H, R]           silu(gate) * up is multiplied by `between`, the same for all, before down
 
 Experts in 8-bit floats: gate_up and down are `ops/fp8.py:ScaledStack`, of matrices of these shapes. The result is that
-of the expanded numbers, q * scale; what kernels add is not rounding the expanded number to x.dtype.
+of the expanded numbers, q * scale; what kernels add is not rounding the expanded number to x.dtype. Experts in
+integers are `ops/integers.py:IntegerStack` likewise; kernels round x to 16-bit integers for a token or two, as other
+products do.
 
 `buffers` holds numbers of expert buffers; a row whose number is -1 is left as it was (`out` is given then). Rows of out
 have as many numbers as down has outputs. S is the number of buffers, which need not be the number of experts: gate_up
@@ -43,10 +45,11 @@ import torch.nn.functional as F
 
 from nanovllm.ops.activation import silu_mul
 from nanovllm.ops.fp8 import ScaledStack
+from nanovllm.ops.integers import IntegerStack
 from nanovllm.ops.linear import linear
 
 LINE_BYTES = 64
-Stack = torch.Tensor | ScaledStack
+Stack = torch.Tensor | ScaledStack | IntegerStack
 
 
 def route(
@@ -120,7 +123,7 @@ def expert_pairs(
 
 
 def _matrix(stack: Stack, buffer: int, dtype: torch.dtype) -> torch.Tensor:
-    return stack.expanded(buffer, dtype) if isinstance(stack, ScaledStack) else stack[buffer]
+    return stack.expanded(buffer, dtype) if isinstance(stack, (ScaledStack, IntegerStack)) else stack[buffer]
 
 
 def _split_linear(

@@ -227,7 +227,7 @@ def _load(
         logger.info("KV cache in 8-bit floats (e4m3); scales of keys and values, by layer, are %s", source)
     if packed is not None and blueprint.parallel.rank == 0:
         packed.report()
-        if isinstance(scales, Scales) and blueprint.low_rank is None:
+        if scales is not None and blueprint.low_rank is None:
             report_experts(scales, blueprint.model_config, blueprint.parallel)
         if blueprint.low_rank is not None:
             logger.info("experts stay in %s: low-rank ones are not quantised", blueprint.dtype)

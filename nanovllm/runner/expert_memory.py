@@ -28,7 +28,6 @@ from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.pinned import available_host_bytes
 from nanovllm.layers.build import Build
-from nanovllm.layers.scaled import Scales
 from nanovllm.memory.budget import GIB, DoesNotFit, Memory, Tiers, Wants, default_step_tokens, gib, size_tiers
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
@@ -136,10 +135,10 @@ def open_offload(
 ) -> Offload | None:
     if tiers.placement == "resident":
         return None
-    if config.expert_cpu_misses and isinstance(build.scaling, Scales) and build.scaling.experts:
+    if config.expert_cpu_misses and build.scaling is not None and build.scaling.experts:
         raise ConfigError(
-            "expert_cpu_misses=True: an expert in 8-bit floats is not computed on the CPU, where expanding it takes "
-            "longer than its copy; leave it out, or set quantization='none'"
+            f"expert_cpu_misses=True: an expert in {build.scaling.name} is not computed on the CPU, where expanding it "
+            "takes longer than its copy; leave it out, or set quantization='none'"
         )
     for line in tiers.notes:
         logger.info("experts: %s", line)

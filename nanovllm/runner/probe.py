@@ -21,7 +21,6 @@ from nanovllm.layers.mla import LatentAttention
 from nanovllm.moe.layer import MoeLayer
 from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.moe.offload.offload import Offload
-from nanovllm.ops import fp8
 from nanovllm.runner.kv_cache import CacheLayout
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -160,13 +159,11 @@ class Probe:
 
 
 def _draw_rows(weight: Any, first: int, std: float, draw: torch.Generator) -> None:
-    """Rows from `first` on, of a tensor or of a ScaledWeight with scales of rows, as made-up ones have."""
+    """Rows from `first` on, of a tensor or of a PartedWeight."""
     if not isinstance(weight, torch.Tensor) and weight.plain is not None:
         weight = weight.plain
     if isinstance(weight, torch.Tensor):
         weight[first:].normal_(std=std, generator=draw)
         return
-    numbers = torch.empty(weight.q[first:].shape, device=weight.q.device).normal_(std=std, generator=draw)
-    q, scale = fp8.quantise(numbers, 0)
-    weight.q[first:].copy_(q)
-    weight.scale[first:].copy_(scale[:, 0])
+    numbers = torch.empty((weight.shape[0] - first, weight.shape[1]), device=draw.device)
+    weight.set_rows(first, numbers.normal_(std=std, generator=draw))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from nanovllm.layers.scaled_attention import ScaledAttention
 from nanovllm.lowrank.folder import DISABLE
 from nanovllm.model_config import ModelConfig
 from nanovllm.ops.fp8 import BLOCK
+from nanovllm.ops.integers import stored_group
 from nanovllm.ops.kv_cache import E4M3
 from nanovllm.ops.native.build import load_library
 from nanovllm.ops.opset import Ops
 from nanovllm.quantization_config import AWQ, FP8, GPTQ, PACKED, QuantizationConfig
-from nanovllm.weights.checkpoint import Checkpoint, has_fp8_experts
-from nanovllm.weights.expert_form import ExpertForm
+from nanovllm.weights.checkpoint import EXPERT, EXPERT_DOWN, Checkpoint, has_experts_in
+from nanovllm.weights.expert_form import ExpertForm, ExpertIntegers
+from nanovllm.weights.four_bits import FORMATS
 from nanovllm.weights.fp8 import Fp8Weight
 from nanovllm.weights.quantised import KV_SCALE
 
@@ -41,38 +44,75 @@ def choose_scales(
 ) -> Scales | IntegerForm | None:
     """Of matrices in fewer bits on a GPU; None: they are not. `low_rank`: the model runs with low-rank experts."""
     given = (config, model, checkpoint, is_gpu)
-    return _choose_floats(*given, low_rank) or _choose_integers(*given)
+    return _choose_floats(*given, low_rank) or _choose_integers(*given, low_rank)
 
 
 def _choose_integers(
-    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, is_gpu: bool, low_rank: bool
 ) -> IntegerForm | None:
     wanted = config.quantization
     if not is_gpu or wanted not in ("auto", *INTEGERS):
         return None
+    why = why_not_integers()
     if wanted in INTEGERS:
-        if why := why_not_integers(model):
+        if low_rank:
+            why = f"low-rank experts are kept in 16 bits; set {DISABLE}=1 for the model's own"
+        if why:
             raise ConfigError(f"quantization={wanted!r}: {why}, or leave quantization out")
-        return IntegerForm(INTEGERS[wanted], quantises=True)
-    if why_not_integers(model):
+        return IntegerForm(INTEGERS[wanted], quantises=True, experts=_alike(model, INTEGERS[wanted], 32))
+    if why:
         return None
-    stored = QuantizationConfig.from_hf(checkpoint.config)
-    if config.load_format == "dummy":  # made-up numbers in the form that config.json names
-        is_packed = stored is not None and stored.form in FOUR_BITS
-        return IntegerForm(4, stored.group_size, quantises=True) if stored is not None and is_packed else None
-    if stored is not None:
-        is_packed = stored.form in FOUR_BITS and bool(checkpoint.packed_forms())
-        return IntegerForm(4, stored.group_size) if is_packed else None
+    stored, is_dummy = QuantizationConfig.from_hf(checkpoint.config), config.load_format == "dummy"
+    if stored is not None and stored.form in FOUR_BITS:
+        has_files = bool(checkpoint.packed_forms())
+        if not is_dummy and checkpoint.names() and not has_files:
+            return None
+        # Of config.json alone (`nanovllm plan`, dummy weights) all experts are taken to be in the form that it names.
+        fits = not low_rank and not stored.act_order
+        fits = fits and (not has_files or has_experts_in(checkpoint, FORMATS[stored.form].label))
+        experts = _alike(model, 4, stored.group_size) if fits else None
+        return IntegerForm(4, stored.group_size, quantises=is_dummy, experts=experts)
     types = {name: kind for name, kind in checkpoint.quantised_types().items() if name not in TABLES}
-    return IntegerForm.of_gguf(list(types.values())) if types else None
+    if is_dummy or stored is not None or not types:
+        return None
+    form = IntegerForm.of_gguf(
+        [kind for name, kind in types.items() if not EXPERT.search(name)] or list(types.values())
+    )
+    return replace(form, experts=None if low_rank else _experts_of_gguf(model, checkpoint, types))
 
 
-def why_not_integers(model: ModelConfig) -> str:
+def _alike(model: ModelConfig, bits: int, group: int | None) -> ExpertIntegers | None:
+    """Gate, up and down in the same form; None: the model has no experts, or rows that are no multiple of 32."""
+    if model.moe is None or model.hidden_size % 32 or model.moe.intermediate_size % 32:
+        return None
+    sizes = (model.hidden_size, model.moe.intermediate_size)
+    forms = [(bits, stored_group(group or columns, columns, bits)) for columns in sizes]
+    return ExpertIntegers(*forms)
+
+
+def _experts_of_gguf(model: ModelConfig, checkpoint: Checkpoint, types: dict[str, str]) -> ExpertIntegers | None:
+    """One form for all layers: the most bits and the smallest groups that any has. None: some are not quantised."""
+    if model.moe is None:
+        return None
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for name in checkpoint.names():
+        if EXPERT.search(name):
+            if name not in types:
+                return None
+            found[EXPERT_DOWN.search(name) is not None].add(types[name])
+    forms = []
+    for is_down in (False, True):
+        each = [IntegerForm.of_gguf([kind]) for kind in found[is_down]]
+        if not each:
+            return None
+        forms.append((max(form.bits for form in each), min(form.group or 32 for form in each)))
+    return ExpertIntegers(*forms)
+
+
+def why_not_integers() -> str:
     """On a GPU, with the remedy; empty: products with integers of 4 and 8 bits can be computed."""
     if importlib.util.find_spec("triton") is None:
         return "products with integers of 4 and 8 bits need triton (pip install triton)"
-    if model.moe is not None:
-        return "on a GPU experts are not computed in integers; use a model without, or set device='cpu'"
     return ""
 
 
@@ -98,27 +138,35 @@ def _choose_floats(
         return None
     quantises = wanted == "fp8" and not blocks
     has_experts = model.moe is not None and not low_rank
-    fits = quantises or is_estimate or has_fp8_experts(checkpoint)
+    fits = quantises or is_estimate or has_experts_in(checkpoint, FP8_FORM)
     return Scales(BLOCK if blocks else 0, quantises, experts=has_experts and fits)
 
 
 def scaled_facts(scales: Scales | IntegerForm | None) -> dict[str, Any]:
     """What ModelFacts are to know of them."""
-    if not isinstance(scales, Scales):
-        return {} if scales is None else {"quantization": scales.name}
+    if isinstance(scales, IntegerForm):
+        bits, group = (16, 1) if scales.experts is None else scales.experts.gate_up
+        factor = 16 / (bits + 32 / group) if scales.experts is not None and scales.quantises else 1.0
+        return {"quantization": scales.name, "expert_integers": scales.experts, "disk_factor": factor}
+    if scales is None:
+        return {}
     experts, factor = scales.block if scales.experts else None, 2.0 if scales.experts and scales.quantises else 1.0
     return {"quantization": "fp8", "expert_scales": experts, "disk_factor": factor}
 
 
-def report_experts(scales: Scales, model: ModelConfig, parallel: Parallel) -> None:
-    """Why experts of a file in 8-bit floats are expanded, where they are."""
+def report_experts(scales: Scales | IntegerForm, model: ModelConfig, parallel: Parallel) -> None:
+    """Why experts of a file in fewer bits are expanded, where they are."""
     if model.moe is None:
         return
     size, ranks = model.moe.intermediate_size, parallel.ranks_per_expert
-    whole = ExpertForm.dense(model.hidden_size, size, scales.block)
     if not scales.experts:
-        logger.info("experts are expanded: the file does not have all of them in 8-bit floats")
-    elif whole.share(ranks).scale_block is None:
+        what = "8-bit floats" if isinstance(scales, Scales) else "integers, with inputs in their order"
+        logger.info("experts are expanded: the file does not have all of them in %s", what)
+    elif isinstance(scales, IntegerForm):
+        if scales.experts.cut(size // ranks) is None and ranks > 1:
+            text = "experts are expanded: %d ranks cut an intermediate size of %d within 32 inputs; these do not: %s"
+            logger.warning(text, ranks, size, [n for n in range(1, ranks) if size % (n * 32) == 0])
+    elif ExpertForm.dense(model.hidden_size, size, scales.block).share(ranks).scale_block is None:
         good = [n for n in range(1, ranks) if size % (n * scales.block) == 0]
         text = "experts are expanded: %d ranks cut blocks of %d rows of an intermediate size of %d; these cut none: %s"
         logger.warning(text, ranks, scales.block, size, good)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from nanovllm.errors import ModelError
-from nanovllm.weights.fp8 import Fp8Weight
 from nanovllm.weights.gguf_checkpoint import GGUFCheckpoint
 from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.quantised import PackedNumbers
@@ -21,6 +20,7 @@ from nanovllm.weights.safetensors_folder import SafetensorsFolder
 from nanovllm.weights.shards import Location
 
 EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
+EXPERT_DOWN = re.compile(r"\.(down_proj|w2)\.weight$")  # of those
 
 
 class Checkpoint(Protocol):
@@ -73,11 +73,11 @@ class Checkpoint(Protocol):
     def close(self) -> None: ...
 
 
-def has_fp8_experts(checkpoint: Checkpoint) -> bool:
-    """Whether all experts are stored in 8-bit floats."""
+def has_experts_in(checkpoint: Checkpoint, form: str) -> bool:
+    """Whether all experts are stored in this one of `packed_forms`."""
     forms = checkpoint.packed_forms()
     names = [name for name in checkpoint.names() if EXPERT.search(name)]
-    return bool(names) and all(forms.get(name) == Fp8Weight.form for name in names)
+    return bool(names) and all(forms.get(name) == form for name in names)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -31,6 +31,13 @@ multiple of BLOCK_STEP bytes: numbers that are added to a product of round sizes
 block is copied in pieces of equal size. Ranks cut blocks of scales only where 128 divides the part of each rank;
 otherwise the experts are expanded there (`share`).
 
+Or in integers of 4 or 8 bits (ops/integers.py), gate and up alike, down perhaps in others. A row of words begins at a
+multiple of 64 bytes; the factors of gate and up lie beside each other, group after group:
+
+    [gate words | up words | down words | factors of gate and up, [groups, 2I] | of down, [groups, H] | unused]
+
+Ranks cut down's inputs at multiples of 32; groups become smaller where a cut is not at a border of theirs.
+
 SVD ranks are rounded up to SVD_RANK_STEP with zeros, and K is the larger of two: rows of 16-bit numbers then begin at
 multiples of 16 bytes, which a GPU loads at once, and layers of similar SVD ranks share compiled kernels.
 """
@@ -45,6 +52,30 @@ SVD_RANK_STEP = 8
 SCALE_BYTES = 4
 ALIGNED, BLOCK_STEP = 16, 512
 GATE, UP, DOWN = "gate", "up", "down"
+WORD_BLOCK_BYTES, LEAST_CUT = 64, 32  # of ops/integers.py: 16 words; inputs
+
+
+@dataclass(frozen=True)
+class ExpertIntegers:
+    """(bits, inputs that share factors), of gate and up, and of down."""
+
+    gate_up: tuple[int, int]
+    down: tuple[int, int]
+
+    def of(self, part: str) -> tuple[int, int]:
+        return self.down if part == DOWN else self.gate_up
+
+    def cut(self, inputs: int) -> ExpertIntegers | None:
+        """Of a rank that has so many inputs of down. None: cuts are within 32 of them."""
+        bits, group = self.down
+        least = min(group, LEAST_CUT)
+        group = math.gcd(group, inputs)
+        return replace(self, down=(bits, group)) if inputs % LEAST_CUT == 0 and group % least == 0 else None
+
+    @property
+    def name(self) -> str:
+        """Of gate and up, as layers/integers.py:IntegerForm is called."""
+        return "int{}-{}".format(*self.gate_up)
 
 
 @dataclass(frozen=True)
@@ -56,10 +87,22 @@ class ExpertForm:
     side: str = ""  # of w2: "input", "output"
     # 8-bit floats: rows and columns of a block that has a scale, 0 = a row has one. None: numbers of the model's dtype.
     scale_block: int | None = None
+    integers: ExpertIntegers | None = None
 
     @classmethod
-    def dense(cls, hidden: int, intermediate: int, scale_block: int | None = None) -> ExpertForm:
-        return cls(hidden, intermediate, hidden, scale_block=scale_block)
+    def dense(
+        cls,
+        hidden: int,
+        intermediate: int,
+        scale_block: int | None = None,
+        integers: ExpertIntegers | None = None,
+    ) -> ExpertForm:
+        return cls(hidden, intermediate, hidden, scale_block=scale_block, integers=integers)
+
+    @property
+    def is_bytes(self) -> bool:
+        """A block is bytes, not numbers of the model's dtype."""
+        return self.scale_block is not None or self.integers is not None
 
     @property
     def is_low_rank(self) -> bool:
@@ -82,7 +125,9 @@ class ExpertForm:
         assert self.intermediate % num_ranks == 0
         size = self.intermediate // num_ranks
         cuts_blocks = num_ranks > 1 and self.scale_block and size % self.scale_block
-        return replace(self, intermediate=size, scale_block=None if cuts_blocks else self.scale_block)
+        block = None if cuts_blocks else self.scale_block
+        integers = self.integers if num_ranks == 1 or self.integers is None else self.integers.cut(size)
+        return replace(self, intermediate=size, scale_block=block, integers=integers)
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, int]]:
@@ -105,16 +150,37 @@ class ExpertForm:
     def numel(self) -> int:
         return sum(rows * columns for rows, columns in self.parts.values())
 
-    def scale_shape(self, part: str) -> tuple[int, ...]:
-        """Of 8-bit floats."""
+    def part_size(self, part: str) -> int:
+        """Of its numbers in a block: as many numbers or, where a block is bytes, bytes."""
         rows, columns = self.parts[part]
+        if self.integers is None:
+            return rows * columns
+        return rows * self._word_blocks(part) * WORD_BLOCK_BYTES
+
+    def _word_blocks(self, part: str) -> int:
+        """Of integers, in a row."""
+        assert self.integers is not None
+        bits, _ = self.integers.of(part)
+        return -(-self.parts[part][1] * bits // (WORD_BLOCK_BYTES * 8))
+
+    def scale_shape(self, part: str) -> tuple[int, ...]:
+        """Of 8-bit floats; of integers that of factors."""
+        rows, columns = self.parts[part]
+        if self.integers is not None:
+            bits, group = self.integers.of(part)
+            return self._word_blocks(part) * (WORD_BLOCK_BYTES * 8 // bits) // group, rows
         block = self.scale_block
         return (-(-rows // block), -(-columns // block)) if block else (rows,)
 
     @cached_property
+    def numbers_size(self) -> int:
+        """As `part_size`, of all parts."""
+        return sum(self.part_size(part) for part in self.parts)
+
+    @cached_property
     def scales_start(self) -> int:
         """The byte of a block at which the scales begin."""
-        return -(-self.numel // ALIGNED) * ALIGNED
+        return -(-self.numbers_size // ALIGNED) * ALIGNED
 
     @cached_property
     def num_scales(self) -> int:
@@ -122,14 +188,14 @@ class ExpertForm:
 
     @cached_property
     def length(self) -> int:
-        """Of a block: numbers, or bytes if they are in 8-bit floats."""
-        if self.scale_block is None:
+        """Of a block: numbers, or bytes."""
+        if not self.is_bytes:
             return self.numel
         return -(-(self.scales_start + self.num_scales * SCALE_BYTES) // BLOCK_STEP) * BLOCK_STEP
 
     def num_bytes(self, itemsize: float) -> int:
         """Of a block. `itemsize`: of a number of the model's dtype."""
-        return self.length if self.scale_block is not None else int(self.numel * itemsize)
+        return self.length if self.is_bytes else int(self.numel * itemsize)
 
     @cached_property
     def shared_numel(self) -> int:

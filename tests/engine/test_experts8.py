@@ -64,7 +64,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_engine(path: Path, **options: Any) -> LLM:
     """The native attention backend would need the native operators."""
-    backend = "auto" if "kv_lora_rank" in (path / "config.json").read_text() else "sdpa"
+    is_latent = path.is_dir() and "kv_lora_rank" in (path / "config.json").read_text()
+    backend = "auto" if is_latent else "sdpa"
     return LLM(str(path), **{**OPTIONS, "attn_backend": backend, **options})
 
 

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanovllm import LLM, SamplingParams
 from nanovllm.hardware.graphs import capture_graph
 from nanovllm.moe.scaled import expert_views
-from nanovllm.ops import moe
+from nanovllm.ops import integers, moe
 from nanovllm.ops.fp8 import ScaledStack
 from nanovllm.ops.triton import moe_align, moe_experts, moe_route
-from nanovllm.weights.expert_form import ExpertForm
+from nanovllm.weights.expert_form import ExpertForm, ExpertIntegers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TINY = Path(__file__).resolve().parents[1] / "fixtures/tiny-mixtral"
@@ -45,6 +45,7 @@ class Shape(NamedTuple):
     top_k: int = 2
     low_rank: bool = True  # gate and up read a half of x each
     scale_block: int | None = None  # 8-bit floats: 0 = with a scale for each row, 128 = for each block
+    integers: ExpertIntegers | None = None
 
 
 SHAPES = {
@@ -54,6 +55,12 @@ SHAPES = {
     "8 bits by row, 256x384 of 8": Shape(256, 384, (256, 384), low_rank=False, scale_block=0),
     "8 bits by block, 256x384 of 8": Shape(256, 384, (256, 384), low_rank=False, scale_block=128),
     "8 bits by block, 200x88 of 60": Shape(200, 88, (200, 88), None, 60, 8, False, 128),
+    "4 bits by 128, 256x384 of 8": Shape(
+        256, 384, (256, 384), low_rank=False, integers=ExpertIntegers((4, 128), (4, 128))
+    ),
+    "4 bits by 32, 224x96 of 60": Shape(
+        224, 96, (224, 96), None, 60, 8, False, integers=ExpertIntegers((4, 32), (8, 16))
+    ),
     "low-rank 128, w2 input": Shape(128, 384, (256, 64), 64),
     "low-rank 128, w2 output": Shape(128, 384, (64, 384)),
     "low-rank 40, w2 input": Shape(40, 88, (200, 24), 24),
@@ -69,8 +76,9 @@ class Case:
         self.gate_up: Any
         self.down: Any
         self.between: torch.Tensor | None = None
-        if shape.scale_block is not None:
-            num, form = num_buffers or shape.num_experts, ExpertForm.dense(shape.columns, shape.size, shape.scale_block)
+        if shape.scale_block is not None or shape.integers is not None:
+            num = num_buffers or shape.num_experts
+            form = ExpertForm.dense(shape.columns, shape.size, shape.scale_block, shape.integers)
             self.gate_up, self.down = scaled_experts(num, form)
             return
         num, first, second = (
@@ -93,12 +101,21 @@ class Case:
         return moe_experts.expert_pairs(x, self.gate_up, self.down, buffers, weights, out, between=self.between)
 
 
-def scaled_experts(num: int, form: ExpertForm) -> tuple[ScaledStack, ScaledStack]:
+def scaled_experts(num: int, form: ExpertForm) -> tuple[Any, Any]:
     """Bytes of all kinds but NaN, and scales that differ by a factor of eight."""
     pool = torch.randint(0, 256, (num, form.length), dtype=torch.uint8, device="cuda")
-    pool[pool & 0x7F == 0x7F] = 0
+    if form.integers is None:
+        pool[pool & 0x7F == 0x7F] = 0
     gate_up, down = expert_views(form, pool)
     for stack in (gate_up, down):
+        if form.integers is not None:
+            groups, rows = stack.factors.shape[1:]
+            size = stack.columns**-0.5 / 2**stack.bits
+            for buffer in range(num):
+                scale = 4 * size * torch.rand(rows, groups, device="cuda")
+                offset = size * torch.randn(rows, groups, device="cuda")
+                stack.factors[buffer].copy_(integers.pack_factors(scale, offset, groups))
+            continue
         size = torch.exp2(3 * torch.rand(stack.scale.shape, device="cuda")) * stack.shape[2] ** -0.5
         stack.scale.copy_(size / 400)
     return gate_up, down
@@ -107,6 +124,8 @@ def scaled_experts(num: int, form: ExpertForm) -> tuple[ScaledStack, ScaledStack
 def copy_experts(target: Any, source: Any, places: torch.Tensor) -> None:
     if isinstance(target, torch.Tensor):
         target[places] = source
+    elif isinstance(target, integers.IntegerStack):
+        target.words[places], target.factors[places] = source.words, source.factors
     else:
         target.q.view(torch.uint8)[places], target.scale[places] = source.q.view(torch.uint8), source.scale
 
@@ -249,7 +268,8 @@ def all_jobs(quick: bool) -> dict[str, Callable[[], float | None]]:
     jobs["far buffer, 8 bits by block"] = partial(check_far_buffer, 128)
     jobs["load of experts"] = check_load
     for name, shape in SHAPES.items():
-        for dtype in (BF16,) if quick else (BF16, FP16, FP32):
+        dtypes = (BF16, FP16) if shape.integers is not None else (BF16, FP16, FP32)
+        for dtype in (BF16,) if quick else dtypes:
             jobs[f"experts {name} {str(dtype)[6:]}"] = partial(check_experts, shape, dtype)
         if shape.num_experts == 8:
             for n in (1, 2, 3, 7, 40, 129, 300, 600, 2100):

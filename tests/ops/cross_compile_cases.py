@@ -25,6 +25,7 @@ from nanovllm.ops.triton import (
     gemv,
     integers,
     integers_matmul,
+    integers_round,
     lanes,
     mla_absorb,
     mla_decode,
@@ -34,6 +35,7 @@ from nanovllm.ops.triton import (
     moe_gemm,
     moe_gemv,
     moe_grouped,
+    moe_integers,
     moe_route,
     moe_tiles,
     norm,
@@ -180,17 +182,17 @@ def quantise_case(dtype: str, groups: int, group: int):
 
 
 def integer_gemv_case(dtype: str, rows: int, size: int, fused: bool, bits: int, groups: int):
-    block_n, block_w, warps = integers.choose_block(bits, groups, rows, -(-size * bits // 512) * 8, fused)
-    consts = {"SIZE": size, "BITS": bits, "GROUPS": groups, **integers.dot_code(bits, groups), "NUM_ROWS": rows}
-    consts |= {"BLOCK_N": block_n, "BLOCK_W": block_w, "HAS_BIAS": not fused, "GATED": fused}
-    consts |= {"HAS_RESIDUAL": not fused}
+    form = (size, bits, groups, *integers.dot_code(bits, groups))
+    block_n, block_w, warps = integers.choose_block(form, rows, fused)
+    consts = {"FORM": form, "NUM_ROWS": rows, "BLOCK_N": block_n, "BLOCK_W": block_w, "HAS_BIAS": not fused}
+    consts |= {"GATED": fused, "HAS_RESIDUAL": not fused}
     d = f"*{dtype}"
     types = ["*i32", "*fp32", "*fp32", "*i64", "*i32", d, d, d, "i32:16"]
     return lambda arch: compile_kernel(integers.integer_gemv_kernel, types, consts, arch, warps)
 
 
 def unpacking(dtype: str, bits: int, groups: int) -> dict:
-    return {"SIZE": 4096, "BITS": bits, "GROUPS": groups, **integers_matmul.unpack_code(bits, groups, DTYPES[dtype])}
+    return {"FORM": (4096, bits, groups, *integers_matmul.unpack_code(bits, groups, DTYPES[dtype]))}
 
 
 def integer_cases(dtype: str, arch: int) -> dict:
@@ -204,12 +206,23 @@ def integer_cases(dtype: str, arch: int) -> dict:
         cases[f"integer_matmul {dtype} {rows}"] = lambda arch, consts=consts, options=options: compile_kernel(
             integers_matmul.integer_matmul_kernel, types, consts, arch, *options
         )
+    pair_types = [d, "*i32", "*i32", "*i32", "*i32", "*i32", "*fp32", d] + ["i32:16"] * 3
+    for tokens, form in ((512, (4, 1)), (8, (4, 4))) if is_all else ((512, (4, 1)),):
+        block_m, block_n, *options = moe_integers.choose_tile(tokens, 2)
+        consts = {**unpacking(dtype, *form), "OUT_SIZE": 14336, "TOP_K": 2, "GATED": True, "GROUP": 8}
+        consts |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+        cases[f"moe_integers {dtype} {tokens}"] = lambda arch, consts=consts, options=options: compile_kernel(
+            moe_integers.pair_matmul_kernel, pair_types, consts, arch, *options
+        )
     return cases
 
 
 def integer_small_cases(dtype: str, arch: int) -> dict:
     d = f"*{dtype}"
     split = {"TILE": 512, "HAS_BIAS": True}
+    pairs = {"FORM": (4096, 4, 4, *integers.dot_code(4, 4)), "OUT_SIZE": 14336, "PAIRS_PER_ROW": 2, "GATED": True}
+    pairs |= {"BLOCK_N": 4, "BLOCK_W": 64}
+    pair_types = ["*i32", "*fp32", "*fp32", "*i64", "*i32", "*i32", "*fp32", d, "i32:16", "i32:16"]
     rounding = {"SIZE": 4096, "BITS": 4, "GROUPS": 4, "BLOCKS": 32, "HAS_NORM": True, "HAS_ORDER": True}
     expanding = {**unpacking(dtype, 8, 2), "BLOCK_N": 64}
     if arch < 80:  # tensor cores are not used there, nor is bfloat16, whose PTX is of sm_80 and later
@@ -217,8 +230,11 @@ def integer_small_cases(dtype: str, arch: int) -> dict:
     return {
         f"integer_gemv {dtype}": integer_gemv_case(dtype, 1, 1024, True, 4, 1),
         f"integer_gemv rows {dtype}": integer_gemv_case(dtype, 2, 4096 + 32, False, 8, 2),
+        f"moe_integer_gemv {dtype}": lambda arch: compile_kernel(
+            moe_integers.pair_gemv_kernel, pair_types, pairs, arch, 1
+        ),
         f"integer_round {dtype}": lambda arch: compile_kernel(
-            integers.round_kernel, [d, d, "*i64", "*i8", "*fp32", "*fp32", "i32:16", "fp32"], rounding, arch
+            integers_round.round_kernel, [d, d, "*i64", "*i8", "*fp32", "*fp32", "i32:16", "fp32"], rounding, arch
         ),
         f"integer_expand {dtype}": lambda arch: compile_kernel(
             integers_matmul.expand_kernel, ["*i32", "*i32", d, "i32:16"], expanding, arch
@@ -420,7 +436,14 @@ def cases_for(arch: int) -> dict:
     half = "fp16" if arch < 80 else "bf16"
     cases = tiled_cases(half, arch)
     if arch == 89:  # the tiles, shared memory and instructions of 86: some stand for all
-        some = ("prefill bf16", "decode bf16", "moe_gate_up bf16 513", "moe_down bf16 513", "integer_matmul")
+        some = (
+            "prefill bf16",
+            "decode bf16",
+            "moe_gate_up bf16 513",
+            "moe_down bf16 513",
+            "integer_matmul",
+            "moe_integers",
+        )
         return {name: case for name, case in cases.items() if name.startswith(some)}
     if arch in (86, 100, 120):
         return cases

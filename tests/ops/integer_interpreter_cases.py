@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.ops import integers, norm
 from nanovllm.ops.triton import integers as t_integers
-from nanovllm.ops.triton import integers_matmul
+from nanovllm.ops.triton import integers_matmul, integers_round
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
 torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def test_rows_are_rounded_block_by_block(name):
     x[1], x[2] = 0, x[2] * torch.logspace(-3, 3, size)
     order = torch.arange(size) if weight.order is None else weight.order
     expected = torch.nn.functional.pad(integers.round_rows(x[:, order], weight.bits), (0, -size % length))
-    found = t_integers.round_rows(x, weight)
+    found = integers_round.round_rows(x, weight)
     words = found.numbers.view(4, -1, 8, 2, 2 * 32 // weight.bits).int()
     whole = (words[:, :, :, 0] * 256 + words[:, :, :, 1]).flatten(2)  # [rows, blocks, bytes]
     scaled = 16 if weight.bits == 4 else 1

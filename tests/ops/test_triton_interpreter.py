@@ -30,5 +30,5 @@ def test_kernels_equal_their_twins_under_the_interpreter():
     """One process: each would spend five seconds on importing."""
     cases = sorted(Path(__file__).parent.glob("*interpreter_cases.py"))
     printed = run_interpreted(*cases)
-    assert len(cases) == 8
+    assert len(cases) == 9
     assert " passed" in printed

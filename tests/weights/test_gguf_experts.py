@@ -12,7 +12,6 @@ from typing import Any
 import gguf
 import pytest
 from safetensors.torch import load_file
-from test_gguf_deepseek import write_deepseek
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.hardware.disk_memory import DiskMemory
@@ -25,6 +24,7 @@ from nanovllm.weights.gguf_checkpoint import hf_name
 from tests.parity.test_parity import check, engine, greedy
 from tests.tiny_models import DEEPSEEK, TinyModel, Variant, hf_model
 from tests.weights.gguf_samples import add_tensors, stack_experts, write_tokenizer
+from tests.weights.test_gguf_deepseek import write_deepseek
 
 ARCHITECTURES = {"mixtral": ("llama", gguf.MODEL_ARCH.LLAMA), "qwen3_moe": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE)}
 needs_compiler = pytest.mark.skipif(isinstance(load_library(), str), reason="no C compiler")

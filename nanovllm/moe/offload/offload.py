@@ -96,7 +96,7 @@ class Offload:
         layers = tuple(i for i, sparse in enumerate(moe.layers) if sparse)
         forms = forms or (dense_form(moe, hidden, build),) * len(layers)
         shares, shards = zip(*(cut_expert(form, build.parallel) for form in forms))
-        dtype = build.dtype if shares[0].scale_block is None else torch.uint8
+        dtype = torch.uint8 if shares[0].is_bytes else build.dtype
         self.shape = shape = ExpertShape(layers, moe.num_experts, shares, dtype, shards)
         self._whole, self._build = forms, build
         self._top_k, self._ops, self._device, self._options = moe.top_k, build.ops, device, options
@@ -325,7 +325,7 @@ class Offload:
             "cached_slots": options.num_cached,
             "streaming_slots": options.num_streaming,
             "expert_bytes": self.shape.num_bytes,
-            "expert_dtype": "float8_e4m3fn" if self.shape.is_scaled else str(self.shape.dtype).removeprefix("torch."),
+            "expert_dtype": self.shape.numbers,
             "in_host_memory": store.num_in_memory,
             "on_disk": store.num_on_disk(self.cache.quotas()),
         }

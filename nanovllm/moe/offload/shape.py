@@ -17,7 +17,7 @@ from nanovllm.weights.expert_form import ExpertForm
 @dataclass(frozen=True)
 class ExpertShape:
     """`numel` and `num_bytes` are those of the largest expert, of which every buffer has room for one. `dtype`: of a
-    block; bytes (uint8) if experts are in 8-bit floats."""
+    block; bytes (uint8) if experts are in fewer bits."""
 
     layers: tuple[int, ...]  # numbers of the sparse layers in the model
     num_experts: int  # in one layer
@@ -57,4 +57,15 @@ class ExpertShape:
 
     @property
     def is_scaled(self) -> bool:
-        return self.forms[0].scale_block is not None
+        return self.forms[0].is_bytes
+
+    @property
+    def numbers(self) -> str:
+        """In which numbers experts are, for reports."""
+        if self.forms[0].integers is not None:
+            return self.forms[0].integers.name
+        return "float8_e4m3fn" if self.is_scaled else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def is_integers(self) -> bool:
+        return self.forms[0].integers is not None

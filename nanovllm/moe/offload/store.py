@@ -15,8 +15,9 @@ interrupt an expert without a block is read from its file.
 Files are read with `preadv`, not through a mapping: a file that shrinks while it is served is then an error with its
 name. Numbers of another dtype than the device computes in are converted chunk by chunk. Low-rank experts are stored in
 another form than they are computed in: from disk they are read and transposed a matrix at a time, into memory of its
-own. Correct, and slower still. Of experts in 8-bit floats the scales stay in memory (a thousandth of the experts), and
-the bytes are read as they are; if the file has more bits, a matrix is quantised anew whenever it is read.
+own. Correct, and slower still. Of experts in fewer bits the scales stay in memory (a thousandth of the experts in 8-bit
+floats, a sixteenth in 4 bits). 8-bit floats are read as they are; integers lie in another order in files, and are taken
+apart and packed anew whenever they are read, and so is what the file has in more bits.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,10 +39,12 @@ from nanovllm.hardware.copies import CopyStream, Mark
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.parallel import Shard
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
+from nanovllm.layers.integers import IntegerTarget
 from nanovllm.memory.budget import GIB, fit_host, gib
+from nanovllm.moe.integers import integer_parts, pack_part
 from nanovllm.moe.offload.shape import ExpertShape
 from nanovllm.moe.scaled import by_part, part_target, put_scales, quantise_rows, scale_views, whole_shape
-from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.fp8 import Fp8Blocks
 from nanovllm.weights.loader import LoadTarget, OnDisk, PackedTarget, ShardTarget, as_target
 from nanovllm.weights.shards import Location
@@ -58,10 +62,19 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
+class _Packed:
+    """A part of an expert in integers, which are in another order in their file."""
+
+    layer: int
+    part: str
+    name: str
+
+
+@dataclass(frozen=True)
 class _Part:
     """One of an expert's tensors on disk: its place in a file or, where that is another form, its name."""
 
-    source: Location | str
+    source: Location | str | _Packed
     rows: int
     columns: int  # numbers in a row of this rank's share
     shard: Shard | None  # which piece of the tensor that is; None: all
@@ -99,9 +112,10 @@ class ExpertStore:
         # The same for 8-bit floats -> the bytes of its block from form.scales_start on
         self._scales: dict[tuple[int, int], torch.Tensor] = {}
         self._open: dict[Path, int] = {}
+        self._reader: Checkpoint | None = None  # of experts in integers
         self._raw = torch.empty(0, dtype=torch.uint8)  # as stored, before it is converted
         # A matrix that several chunks take their numbers from
-        self._converted: tuple[str | Location, torch.Tensor] | None = None
+        self._converted: tuple[str | Location | _Packed, torch.Tensor] | None = None
         self._chunks: list[_Chunk] = []
         self._next_chunk = 0
         try:
@@ -138,7 +152,7 @@ class ExpertStore:
         if self._checkpoint is None:
             raise ConfigError(f"{figures}, and dummy weights have no files to read the others from: {remedy}")
         names = self._checkpoint.names()
-        if names and self._checkpoint.location(names[0]) is None:
+        if names and not self.shape.is_integers and self._checkpoint.location(names[0]) is None:
             raise ConfigError(
                 f"{figures}, and experts in a GGUF file cannot be read from disk as they are needed: {remedy}, or use "
                 "the model's safetensors"
@@ -191,6 +205,10 @@ class ExpertStore:
 
     def _remember(self, key: tuple[int, int], part: str, name: str) -> None:
         assert self._checkpoint is not None
+        form, shard = self.shape.forms[key[0]], self.shape.shard(key[0], part)
+        if form.integers is not None:
+            self._remember_integers(key, part, name)
+            return
         location = self._checkpoint.bytes_location(name) if self.shape.is_scaled else None
         location = location or self._checkpoint.location(name)
         if location is None and self._checkpoint.read_packed(name) is not None:
@@ -198,8 +216,7 @@ class ExpertStore:
                 f"{self._checkpoint.path}: {name} is quantised and would be expanded, and such experts cannot be read "
                 "from disk as they are needed; raise expert_host_gb until all fit, or leave quantization out"
             )
-        sizes, shard = self.shape.forms[key[0]].parts[part], self.shape.shard(key[0], part)
-        self._files[key][part] = _Part(name if location is None else location, *sizes, shard)
+        self._files[key][part] = _Part(name if location is None else location, *form.parts[part], shard)
         if location is None:
             return
         if location.path not in self._open:  # now: another file of that name may have other numbers later
@@ -218,6 +235,31 @@ class ExpertStore:
             put_scales(scale, found if here.shard is None else found.cut(here.shard))
         else:
             self._quantise(here, scale)
+
+    def _remember_integers(self, key: tuple[int, int], part: str, name: str) -> None:
+        """Its factors stay in memory; its words are made from the file whenever they are wanted."""
+        form, shard = self.shape.forms[key[0]], self.shape.shard(key[0], part)
+        size = form.part_size(part)
+        self._files[key][part] = _Part(_Packed(key[0], part, name), 1, size, shard)
+        _, factors = self._pack(key[0], part, name, shard)
+        whole = torch.zeros(form.length, dtype=torch.uint8)
+        tail = self._scales[key]
+        whole[form.scales_start :].copy_(tail)
+        integer_parts(form, whole)[part][1].copy_(factors)
+        tail.copy_(whole[form.scales_start :])
+
+    def _pack(self, layer: int, part: str, name: str, shard: Shard | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words and factors of a part, packed on the device."""
+        assert self._checkpoint is not None
+        if self._reader is None:  # of its own: the model's checkpoint is closed when all is loaded
+            self._reader = open_checkpoint(self._checkpoint.path)
+        form, taken = self.shape.forms[layer], list[torch.Tensor]()
+
+        def take(name: str, found: Any) -> None:
+            taken.extend(pack_part(form, part, self._device, name, found))
+
+        IntegerTarget(whole_shape(form, part, shard), shard, True, take).fill(name, self._reader)
+        return taken[0], taken[1]
 
     @property
     def num_blocks(self) -> list[int]:
@@ -273,8 +315,8 @@ class ExpertStore:
     def _read(self, layer: int, expert: int, start: int, buffer: torch.Tensor) -> None:
         """Numbers from `start` of the block [gate | up | down]; a chunk may reach over two of them."""
         form, file, begin = self.shape.forms[layer], self._files[layer, expert], 0
-        for part, (rows, columns) in form.parts.items():
-            end = begin + rows * columns
+        for part in form.parts:
+            end = begin + form.part_size(part)
             first, last = max(start, begin), min(start + len(buffer), end)
             if first < last:
                 self._read_part(file[part], first - begin, buffer[first - start : last - start])
@@ -286,6 +328,13 @@ class ExpertStore:
 
     def _read_part(self, part: _Part, start: int, buffer: torch.Tensor) -> None:
         location = part.source
+        if isinstance(location, _Packed):
+            if self._converted is None or self._converted[0] != location:
+                self._converted = None  # before the next is allocated
+                words, _ = self._pack(location.layer, location.part, location.name, part.shard)
+                self._converted = location, words.cpu().view(torch.uint8).flatten()
+            buffer.copy_(self._converted[1][start : start + len(buffer)])
+            return
         if isinstance(location, str):
             buffer.copy_(self._in_our_format(location, part.shard)[start : start + len(buffer)])
             return
@@ -352,6 +401,9 @@ class ExpertStore:
             held.clear()
         while self._open:
             os.close(self._open.popitem()[1])
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 def _open_file(path: Path) -> int:

@@ -22,13 +22,12 @@ A program is one warp or two and owns BLOCK_N outputs; it requests BLOCK_W words
 neighbouring lanes neighbouring bytes) before it waits for x. No two programs share an output, and nothing goes through
 shared memory but the last sum.
 
-Rounding x is a launch of its own (1.2 us), which also computes the norm before the product where there is one. It
-writes the bytes in the order in which a lane needs them: for each word of 64 bits the hi of its numbers, then the lo.
+Rounding x is a launch of its own (1.2 us, `integers_round.py`), which also computes the norm before the product where
+there is one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +46,7 @@ from nanovllm.ops.triton.common import (
 )
 from nanovllm.ops.triton.gemv import MAX_ROWS, finish
 from nanovllm.ops.triton.integers_matmul import expand_words, halves, integer_matmul
+from nanovllm.ops.triton.integers_round import RoundedRows, round_rows
 
 GEMV_ROWS = 2
 # Expanding reads 0.5 and writes 2 bytes a weight, which cuBLAS reads again: some 4.5 ms for the 7e9 weights of
@@ -54,113 +54,16 @@ GEMV_ROWS = 2
 # 1.3 ms for all).
 MATMUL_ROWS = 256
 TENSOR_CORES = (8, 0)
-LARGEST, TINY = tl.constexpr(integers.LARGEST), tl.constexpr(integers.TINY)
 
 
-@triton.jit
-def round_kernel(
-    x_ptr,
-    gain_ptr,
-    order_ptr,
-    bytes_ptr,
-    units_ptr,
-    sums_ptr,
-    x_stride,
-    eps,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """BLOCKS blocks of one row of x; with a norm all of them."""
-    start_next(DEPENDENT)
-    PLACES: tl.constexpr = 32 // BITS
-    LENGTH: tl.constexpr = 512 // BITS  # inputs of a block of 16 words
-    NUM_BLOCKS: tl.constexpr = (SIZE + LENGTH - 1) // LENGTH
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    # Byte i of a block belongs to word i // (2 PLACES). There bytes are in fours: places 2 f and 2 f + 1 of two columns.
-    i = tl.arange(0, LENGTH)
-    word, four, byte = i // (2 * PLACES), i % (2 * PLACES) // 4, i % 4
-    inputs = 16 * (2 * four + byte % 2) + 2 * word + byte // 2
-    at = block[:, None] * LENGTH + inputs[None, :]
-    # The inputs in their order, for the sums of groups.
-    group = tl.program_id(1) * BLOCKS * GROUPS + tl.arange(0, BLOCKS * GROUPS)
-    in_order = group[:, None] * (LENGTH // GROUPS) + tl.arange(0, LENGTH // GROUPS)[None, :]
-    ok, ok_in_order = at < SIZE, in_order < SIZE
-    if HAS_ORDER:
-        at = tl.load(order_ptr + at, mask=ok, other=0)
-        in_order = tl.load(order_ptr + in_order, mask=ok_in_order, other=0)
-    if HAS_NORM:
-        gain = tl.load(gain_ptr + at, mask=ok, other=0.0).to(tl.float32)
-        gain_in_order = tl.load(gain_ptr + in_order, mask=ok_in_order, other=0.0).to(tl.float32)
-    wait_for_last(DEPENDENT)
-    x_ptr += row * x_stride
-    x = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
-    x_in_order = tl.load(x_ptr + in_order, mask=ok_in_order, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        factor = tl.rsqrt(tl.sum(x * x) / SIZE + eps)
-        x *= factor * gain
-        x_in_order *= factor * gain_in_order
-    unit = tl.maximum(tl.max(tl.abs(x), axis=1), TINY) / LARGEST
-    whole = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
-    hi = (whole + 128) >> 8
-    to = bytes_ptr + row * (2 * NUM_BLOCKS * LENGTH) + block[:, None] * (2 * LENGTH)
-    to += (word * (4 * PLACES) + i % (2 * PLACES))[None, :]
-    inside = (block < NUM_BLOCKS)[:, None]
-    tl.store(to, hi.to(tl.int8), mask=inside)
-    tl.store(to + 2 * PLACES, (whole - hi * 256).to(tl.int8), mask=inside)
-    scaled: tl.constexpr = 16.0 if BITS == 4 else 1.0  # what is multiplied by it is 16 q in 4 bits
-    tl.store(units_ptr + row * NUM_BLOCKS + block, unit / scaled, mask=block < NUM_BLOCKS)
-    sums = tl.sum(x_in_order, axis=1)
-    tl.store(sums_ptr + row * (NUM_BLOCKS * GROUPS) + group, sums, mask=group < NUM_BLOCKS * GROUPS)
+def dot_form(weight: Any) -> tuple[int, int, int, str, str]:
+    """FORM of the kernels: (inputs, bits, groups of a block, PTX that multiplies, its constraints). `weight`: an
+    IntegerWeight or an IntegerStack."""
+    groups = integers.block_length(weight.bits) // weight.group
+    return weight.shape[-1], weight.bits, groups, *dot_code(weight.bits, groups)
 
 
-@dataclass(frozen=True)
-class RoundedRows:
-    """x as `integer_gemv_kernel` reads it."""
-
-    numbers: torch.Tensor  # int8 [rows, blocks, 2 * inputs of a block]
-    units: torch.Tensor  # float32 [rows, blocks]
-    sums: torch.Tensor  # float32 [rows, groups], of x
-
-
-def round_rows(x: torch.Tensor, weight: Any, norm: tuple[torch.Tensor, float] | None = None) -> RoundedRows:
-    """norm = (weight [K], eps): that of x in place of x."""
-    rows, size = x.shape
-    assert x.stride(1) == 1
-    groups, length = integers.block_length(weight.bits) // weight.group, integers.block_length(weight.bits)
-    blocks, dependent = integers.num_blocks(size, weight.bits), dependent_launch(x.device)
-    numbers = torch.empty((rows, blocks, 2 * length), dtype=torch.int8, device=x.device)
-    units = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
-    sums = torch.empty((rows, blocks * groups), dtype=torch.float32, device=x.device)
-    tile = next_power_of_2(blocks) if norm is not None else min(1024 // length, next_power_of_2(blocks))
-    round_kernel[(rows, triton.cdiv(blocks, tile))](
-        x,
-        x if norm is None else norm[0],
-        x if weight.order is None else weight.order,
-        numbers,
-        units,
-        sums,
-        x.stride(0),
-        0.0 if norm is None else norm[1],
-        SIZE=size,
-        BITS=weight.bits,
-        GROUPS=groups,
-        BLOCKS=tile,
-        HAS_NORM=norm is not None,
-        HAS_ORDER=weight.order is not None,
-        DEPENDENT=dependent,
-        launch_pdl=dependent,
-        num_warps=min(8, max(2, tile * length // 512)),
-    )
-    return RoundedRows(numbers, units, sums)
-
-
-def dot_code(bits: int, groups: int) -> dict[str, Any]:
+def dot_code(bits: int, groups: int) -> tuple[str, str]:
     """PTX that multiplies the numbers of a 64-bit word by those of x: for each group 256 times the sum of products with
     hi, and that with lo. Its inputs: the word, then the fours of hi, then those of lo."""
     fours = integers.num_places(bits) // 2
@@ -182,7 +85,7 @@ def dot_code(bits: int, groups: int) -> dict[str, Any]:
             lines += [f"dp4a.s32.s32 h, t, {hi}, h;", f"dp4a.s32.s32 l, t, {lo}, l;"]
         lines.append(f"shl.b32 h, h, 8; add.s32 ${group}, h, l;")
     constraints = ["=r"] * groups + ["l"] + ["r"] * 2 * fours
-    return {"CODE": "\n".join([*lines, "}"]), "CONSTRAINTS": ",".join(constraints)}
+    return "\n".join([*lines, "}"]), ",".join(constraints)
 
 
 @triton.jit
@@ -242,13 +145,12 @@ def _load_numbers(numbers_ptr, quad, BITS: tl.constexpr):
 
 
 @triton.jit
-def _load_words(
-    words_ptr, factors_ptr, row, start, out_size,
-    SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+def _load_words(weight, row, start, all_outputs, FORM: tl.constexpr, BLOCK_W: tl.constexpr):
     """BLOCK_W words of these outputs; of each pair of words the factors of its block's groups, a tuple of
     [BLOCK_N, BLOCK_W / 2]. evict_first: a weight is read once a step and need not stay in the cache."""
-    NUM_BLOCKS: tl.constexpr = (SIZE * BITS + 511) // 512
+    words_ptr, factors_ptr = weight
+    GROUPS: tl.constexpr = FORM[2]
+    NUM_BLOCKS: tl.constexpr = (FORM[0] * FORM[1] + 511) // 512
     WORDS: tl.constexpr = NUM_BLOCKS * 8
     w = start + tl.arange(0, BLOCK_W)
     block = (start // 2 + tl.arange(0, BLOCK_W // 2)) // 4
@@ -259,19 +161,29 @@ def _load_words(
     else:
         words = tl.load(place, mask=(w < WORDS)[None, :], other=0, eviction_policy="evict_first")
     for g in tl.static_range(GROUPS):
-        at = factors_ptr + (block * GROUPS + g).to(tl.int64)[:, None] * out_size + row[None, :]
+        at = factors_ptr + (block * GROUPS + g)[:, None] * all_outputs + row[None, :]
         factors = factors + (tl.trans(tl.load(at, mask=(block < NUM_BLOCKS)[:, None], other=0)),)
     return words, factors
 
 
 @triton.jit
-def _add_products(
-    total, words, factors, inputs, start, x_row,
-    SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, CODE: tl.constexpr, CONSTRAINTS: tl.constexpr,
-):  # fmt: skip
+def _load_step(weight, row, start, out_size, FORM: tl.constexpr, BLOCK_W: tl.constexpr, GATED: tl.constexpr):
+    """Of these outputs, and of the other half of a gated weight."""
+    all_outputs = out_size * 2 if GATED else out_size
+    words, factors = _load_words(weight, row, start, all_outputs, FORM, BLOCK_W)
+    up, up_factors = words, factors
+    if GATED:
+        up, up_factors = _load_words(weight, row + out_size, start, all_outputs, FORM, BLOCK_W)
+    return words, factors, up, up_factors
+
+
+@triton.jit
+def _add_products(total, words, factors, inputs, start, x_row, FORM: tl.constexpr):
     """total [BLOCK_N, BLOCK_W / 2]: a lane's part of the sums of each output."""
     numbers_ptr, units_ptr, sums_ptr = inputs
-    NUM_BLOCKS: tl.constexpr = (SIZE * BITS + 511) // 512
+    BITS: tl.constexpr = FORM[1]
+    GROUPS: tl.constexpr = FORM[2]
+    NUM_BLOCKS: tl.constexpr = (FORM[0] * BITS + 511) // 512
     N: tl.constexpr = words.shape[0]
     PAIRS: tl.constexpr = words.shape[1] // 2
     pair = start // 2 + tl.arange(0, PAIRS)
@@ -284,7 +196,7 @@ def _add_products(
     else:
         kind = unit.to(tl.int32).dtype
         given = (words,) + x
-        products = tl.inline_asm_elementwise(CODE, CONSTRAINTS, given, dtype=(kind,) * GROUPS, is_pure=True, pack=1)
+        products = tl.inline_asm_elementwise(FORM[3], FORM[4], given, dtype=(kind,) * GROUPS, is_pure=True, pack=1)
     for g in tl.static_range(GROUPS):
         scale, offset = halves(factors[g])
         both = tl.sum(tl.reshape(products[g], (N, PAIRS, 2)), axis=2)
@@ -296,38 +208,48 @@ def _add_products(
 
 
 @triton.jit
-def _load_step(
-    words_ptr, factors_ptr, row, start, out_size, all_outputs,
-    SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_W: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Of these outputs, and of the other half of a gated weight."""
-    words, factors = _load_words(words_ptr, factors_ptr, row, start, all_outputs, SIZE, BITS, GROUPS, BLOCK_W)
-    up, up_factors = words, factors
+def _add_step(sums, step, inputs, start, x_row, FORM: tl.constexpr, NUM_ROWS: tl.constexpr, GATED: tl.constexpr):
+    first, up_first, second, up_second = sums
+    words, factors, up, up_factors = step
+    first = _add_products(first, words, factors, inputs, start, x_row, FORM)
     if GATED:
-        up, up_factors = _load_words(
-            words_ptr, factors_ptr, row + out_size, start, all_outputs, SIZE, BITS, GROUPS, BLOCK_W
-        )
-    return words, factors, up, up_factors
+        up_first = _add_products(up_first, up, up_factors, inputs, start, x_row, FORM)
+    if NUM_ROWS == 2:
+        second = _add_products(second, words, factors, inputs, start, x_row + 1, FORM)
+        if GATED:
+            up_second = _add_products(up_second, up, up_factors, inputs, start, x_row + 1, FORM)
+    return first, up_first, second, up_second
 
 
 @triton.jit
-def _add_step(
-    sums, step, inputs, start,
-    SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, CODE: tl.constexpr, CONSTRAINTS: tl.constexpr,
-    NUM_ROWS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    first, up_first, second, up_second = sums
-    words, factors, up, up_factors = step
-    first = _add_products(first, words, factors, inputs, start, 0, SIZE, BITS, GROUPS, CODE, CONSTRAINTS)
-    if GATED:
-        up_first = _add_products(up_first, up, up_factors, inputs, start, 0, SIZE, BITS, GROUPS, CODE, CONSTRAINTS)
-    if NUM_ROWS == 2:
-        second = _add_products(second, words, factors, inputs, start, 1, SIZE, BITS, GROUPS, CODE, CONSTRAINTS)
-        if GATED:
-            up_second = _add_products(
-                up_second, up, up_factors, inputs, start, 1, SIZE, BITS, GROUPS, CODE, CONSTRAINTS
-            )
-    return first, up_first, second, up_second
+def integer_sums(
+    weight,
+    inputs,
+    n,
+    x_row,
+    out_size,
+    FORM: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Outputs n of rows x_row and, if NUM_ROWS is 2, the next: each lane's part of (those of the first row, of the
+    other half of a gated weight, then of the second row), [BLOCK_N, BLOCK_W / 2] each. weight = (words, factors),
+    inputs = (numbers, units, sums)."""
+    row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0: cheaper than a mask on every weight
+    NUM_WORDS: tl.constexpr = (FORM[0] * FORM[1] + 511) // 512 * 8
+    none = tl.zeros([n.shape[0], BLOCK_W // 2], tl.float32)
+    sums = (none, none, none, none)
+    step = _load_step(weight, row, 0, out_size, FORM, BLOCK_W, GATED)
+    wait_for_last(DEPENDENT)  # the first words are on their way meanwhile
+    for start in tl.range(0, NUM_WORDS - BLOCK_W, BLOCK_W, loop_unroll_factor=2):
+        # The words of the next step are on their way while these are multiplied.
+        following = _load_step(weight, row, start + BLOCK_W, out_size, FORM, BLOCK_W, GATED)
+        sums = _add_step(sums, step, inputs, start, x_row, FORM, NUM_ROWS, GATED)
+        step = following
+    last: tl.constexpr = (NUM_WORDS - 1) // BLOCK_W * BLOCK_W
+    return _add_step(sums, step, inputs, last, x_row, FORM, NUM_ROWS, GATED)
 
 
 @triton.jit
@@ -341,11 +263,7 @@ def integer_gemv_kernel(
     residual_ptr,
     out_ptr,
     out_size,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CODE: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
+    FORM: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -356,30 +274,15 @@ def integer_gemv_kernel(
 ):
     start_next(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0: cheaper than a mask on every weight
-    all_outputs = out_size * 2 if GATED else out_size
-    NUM_WORDS: tl.constexpr = (SIZE * BITS + 511) // 512 * 8
-    none = tl.zeros([BLOCK_N, BLOCK_W // 2], tl.float32)
-    first, second, up_first, up_second = none, none, none, none
-    given = (words_ptr, factors_ptr, row, 0, out_size, all_outputs)
-    step = _load_step(*given, SIZE, BITS, GROUPS, BLOCK_W, GATED)
-    wait_for_last(DEPENDENT)  # the first words are on their way meanwhile
-    inputs = (numbers_ptr, units_ptr, sums_ptr)
-    sums = (first, up_first, second, up_second)
-    for start in tl.range(0, NUM_WORDS - BLOCK_W, BLOCK_W, loop_unroll_factor=2):
-        # The words of the next step are on their way while these are multiplied.
-        given = (words_ptr, factors_ptr, row, start + BLOCK_W, out_size, all_outputs)
-        following = _load_step(*given, SIZE, BITS, GROUPS, BLOCK_W, GATED)
-        sums = _add_step(sums, step, inputs, start, SIZE, BITS, GROUPS, CODE, CONSTRAINTS, NUM_ROWS, GATED)
-        step = following
-    last: tl.constexpr = (NUM_WORDS - 1) // BLOCK_W * BLOCK_W
-    sums = _add_step(sums, step, inputs, last, SIZE, BITS, GROUPS, CODE, CONSTRAINTS, NUM_ROWS, GATED)
-    first, up_first, second, up_second = sums
+    weight, inputs = (words_ptr, factors_ptr), (numbers_ptr, units_ptr, sums_ptr)
+    first, up_first, second, up_second = integer_sums(
+        weight, inputs, n, 0, out_size, FORM, NUM_ROWS, BLOCK_W, GATED, DEPENDENT
+    )
     is_second = tl.arange(0, NUM_ROWS) == 1
     total = _of_rows(first, second, is_second)
     up_total = _of_rows(up_first, up_second, is_second)
     rest, no_norm = (bias_ptr, residual_ptr, out_ptr), tl.zeros([NUM_ROWS], tl.float32)
-    finish(total, up_total, no_norm, n, rest, out_size, 0.0, SIZE, NUM_ROWS, HAS_BIAS, False, GATED, HAS_RESIDUAL)
+    finish(total, up_total, no_norm, n, rest, out_size, 0.0, FORM[0], NUM_ROWS, HAS_BIAS, False, GATED, HAS_RESIDUAL)
 
 
 @triton.jit
@@ -416,9 +319,8 @@ def rounded_gemv(
     out_size = weight.shape[0] // 2 if gated else weight.shape[0]
     assert 1 <= rows <= GEMV_ROWS
     out = torch.empty((rows, out_size), dtype=dtype, device=x.numbers.device) if out is None else out
-    groups = integers.block_length(weight.bits) // weight.group
-    num_words = weight.words.shape[1] // 2
-    block_n, block_w, warps = block or choose_block(weight.bits, groups, rows, num_words, gated)
+    form = dot_form(weight)
+    block_n, block_w, warps = block or choose_block(form, rows, gated)
     integer_gemv_kernel[(triton.cdiv(out_size, block_n),)](
         x.numbers.view(torch.int32),
         x.units,
@@ -429,10 +331,7 @@ def rounded_gemv(
         out if residual is None else residual,
         out,
         out_size,
-        SIZE=weight.shape[1],
-        BITS=weight.bits,
-        GROUPS=groups,
-        **dot_code(weight.bits, groups),
+        FORM=form,
         NUM_ROWS=rows,
         BLOCK_N=block_n,
         BLOCK_W=block_w,
@@ -446,7 +345,7 @@ def rounded_gemv(
     return out
 
 
-def choose_block(bits: int, groups: int, rows: int, num_words: int, gated: bool) -> tuple[int, int, int]:
+def choose_block(form: tuple[Any, ...], rows: int, gated: bool) -> tuple[int, int, int]:
     """(outputs a program, 64-bit words a step, warps). H200, us without rounding x, the best of nine (share of a plain
     read's 4.46 TB/s); the others are up to twice as slow:
 
@@ -457,6 +356,8 @@ def choose_block(bits: int, groups: int, rows: int, num_words: int, gated: bool)
         int4-32, one row        8x128/2  7.2    4x128/2  5.7    4x64/1  23.8         8x128/2  13.6
         int8-32, one row        4x128/2  8.9    4x128/2  7.5    8x128/2 31.8         4x128/2  17.5
     """
+    _, bits, groups = form[:3]
+    num_words = integers.num_blocks(form[0], bits) * 8
     most = max(64, next_power_of_2(num_words))
     if gated:
         return (8 if (bits, groups, rows) == (4, 1, 1) else 4), 64, 1

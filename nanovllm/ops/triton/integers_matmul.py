@@ -58,7 +58,14 @@ from nanovllm.ops.triton.common import (
 COLUMNS = tl.constexpr(integers.COLUMNS)
 
 
-def unpack_code(bits: int, groups: int, dtype: torch.dtype) -> dict[str, Any]:
+def unpack_form(weight: Any, dtype: torch.dtype) -> tuple[int, int, int, str, str]:
+    """FORM of the kernels: (inputs, bits, groups of a block, PTX that unpacks, its constraints). `weight`: an
+    IntegerWeight or an IntegerStack."""
+    groups = integers.block_length(weight.bits) // weight.group
+    return weight.shape[-1], weight.bits, groups, *unpack_code(weight.bits, groups, dtype)
+
+
+def unpack_code(bits: int, groups: int, dtype: torch.dtype) -> tuple[str, str]:
     """PTX that makes two numbers of each place of words 2p and 2p + 1, [places] registers, of these two words, then
     `groups` scales and `groups` offsets, each twice in a register (and each register twice, for the two words)."""
     places = integers.num_places(bits)
@@ -78,7 +85,7 @@ def unpack_code(bits: int, groups: int, dtype: torch.dtype) -> dict[str, Any]:
         lines.append(f"fma.rn.{name} t, t, one, u;")
         lines.append(f"fma.rn.{name} ${j}, t, ${scale}, ${offset};")
     constraints = ["=r"] * places + ["r"] * (2 + 4 * groups)
-    return {"CODE": "\n".join([*lines, "}"]), "CONSTRAINTS": ",".join(constraints)}
+    return "\n".join([*lines, "}"]), ",".join(constraints)
 
 
 @triton.jit
@@ -111,22 +118,15 @@ def _plain_places(words, PLACES: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def unpack(
-    words,
-    factors,
-    FLOAT: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CODE: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
-):
+def unpack(words, factors, FLOAT: tl.constexpr, FORM: tl.constexpr):
     """Words [BLOCK_N, 16] of a block and the factors of its groups, a tuple of [BLOCK_N] -> the weights of FLOAT,
     [BLOCK_N, inputs of the block]."""
     N: tl.constexpr = words.shape[0]
-    PLACES: tl.constexpr = 32 // BITS
+    GROUPS: tl.constexpr = FORM[2]
+    PLACES: tl.constexpr = 32 // FORM[1]
     if INTERPRETED:
         found = ()
-        numbers = _plain_places(words, PLACES, BITS)
+        numbers = _plain_places(words, PLACES, FORM[1])
         for j in tl.static_range(PLACES):
             scale, offset = halves(factors[j * GROUPS // PLACES])
             scale, offset = scale.to(FLOAT).to(tl.float32), offset.to(FLOAT).to(tl.float32)
@@ -139,7 +139,7 @@ def unpack(
             offsets = offsets + (_twice(offset, FLOAT, N),)
         given = (words,) + scales + offsets
         kind = tl.zeros([1], FLOAT).dtype  # FLOAT itself is a constexpr, which a tuple may not hold
-        found = tl.inline_asm_elementwise(CODE, CONSTRAINTS, given, dtype=(kind,) * PLACES, is_pure=True, pack=2)
+        found = tl.inline_asm_elementwise(FORM[3], FORM[4], given, dtype=(kind,) * PLACES, is_pure=True, pack=2)
     if PLACES == 8:
         even = tl.join(tl.join(found[0], found[4]), tl.join(found[2], found[6]))
         odd = tl.join(tl.join(found[1], found[5]), tl.join(found[3], found[7]))
@@ -177,11 +177,7 @@ def integer_matmul_kernel(
     out_size,
     x_stride,
     split_blocks,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CODE: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -189,7 +185,8 @@ def integer_matmul_kernel(
 ):
     start_next(DEPENDENT)
     wait_for_last(DEPENDENT)
-    LENGTH: tl.constexpr = 512 // BITS  # inputs of a block of 16 words
+    SIZE: tl.constexpr = FORM[0]
+    LENGTH: tl.constexpr = 512 // FORM[1]  # inputs of a block of 16 words
     NUM_BLOCKS: tl.constexpr = (SIZE + LENGTH - 1) // LENGTH
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -201,12 +198,12 @@ def integer_matmul_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in tl.range(first, tl.minimum(first + split_blocks, NUM_BLOCKS)):
         words = tl.load(word_ptrs + block * COLUMNS)
-        factors = load_factors(factors_ptr, row, block, out_size, GROUPS)
+        factors = load_factors(factors_ptr, row, block, out_size, FORM[2])
         ok = (m < num_rows)[:, None]
         if SIZE % LENGTH != 0:
             ok = ok & (k < SIZE - block * LENGTH)[None, :]
         x = tl.load(x_ptrs + block * LENGTH, mask=ok, other=0.0)
-        weight = unpack(words, factors, x.dtype, BITS, GROUPS, CODE, CONSTRAINTS)
+        weight = unpack(words, factors, x.dtype, FORM)
         total += dot(weight, tl.trans(x))
         if BLOCK_M > 8:
             total = hold(total)
@@ -248,34 +245,24 @@ def expand_kernel(
     factors_ptr,
     out_ptr,
     out_size,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CODE: tl.constexpr,
-    CONSTRAINTS: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_next(DEPENDENT)
-    LENGTH: tl.constexpr = 512 // BITS
+    SIZE: tl.constexpr = FORM[0]
+    LENGTH: tl.constexpr = 512 // FORM[1]
     NUM_BLOCKS: tl.constexpr = (SIZE + LENGTH - 1) // LENGTH
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, block = tl.where(n < out_size, n, 0), tl.program_id(1)
     word_ptrs = words_ptr + row.to(tl.int64)[:, None] * (NUM_BLOCKS * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
     words = tl.load(word_ptrs + block * COLUMNS)
-    factors = load_factors(factors_ptr, row, block, out_size, GROUPS)
+    factors = load_factors(factors_ptr, row, block, out_size, FORM[2])
     wait_for_last(DEPENDENT)  # the buffer may be in use until here
-    weight = unpack(words, factors, out_ptr.dtype.element_ty, BITS, GROUPS, CODE, CONSTRAINTS)
+    weight = unpack(words, factors, out_ptr.dtype.element_ty, FORM)
     k = block * LENGTH + tl.arange(0, LENGTH)
     ok = (n < out_size)[:, None] & (k < SIZE)[None, :]
     tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + k[None, :], weight, mask=ok)
-
-
-def form_of(weight: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What kernels are told about the weight."""
-    groups = integers.block_length(weight.bits) // weight.group
-    facts = {"SIZE": weight.shape[1], "BITS": weight.bits, "GROUPS": groups}
-    return {**facts, **unpack_code(weight.bits, groups, dtype)}
 
 
 def expand_words(weight: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -283,9 +270,9 @@ def expand_words(weight: Any, dtype: torch.dtype) -> torch.Tensor:
     out_size, size = weight.shape
     out = torch.empty((out_size, size), dtype=dtype, device=weight.words.device)
     dependent = dependent_launch(out.device)
-    options = {"BLOCK_N": 64, "DEPENDENT": dependent, "launch_pdl": dependent}
+    options = {"FORM": unpack_form(weight, dtype), "BLOCK_N": 64, "DEPENDENT": dependent, "launch_pdl": dependent}
     grid = (triton.cdiv(out_size, 64), integers.num_blocks(size, weight.bits))
-    expand_kernel[grid](weight.words, weight.factors, out, out_size, **form_of(weight, dtype), **options, num_warps=4)
+    expand_kernel[grid](weight.words, weight.factors, out, out_size, **options, num_warps=4)
     return out
 
 
@@ -321,7 +308,7 @@ def integer_matmul(
         out_size,
         x.stride(0),
         per_split,
-        **form_of(weight, x.dtype),
+        FORM=unpack_form(weight, x.dtype),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         HAS_BIAS=bias is not None and splits == 1,

@@ -4,7 +4,8 @@
     decode, small steps  tiles     align, gate + up + SiLU, down + router weight
     large prefill        grouped   align, gather, PyTorch's product, SiLU, product, scatter (Hopper, bf16)
 
-Low-rank experts (a split x, a product `between`) take the first two only, and so do experts in 8-bit floats.
+Low-rank experts (a split x, a product `between`) take the first two only, and so do experts in 8-bit floats. Experts in
+integers have kernels of their own for the first two (`moe_integers.py`).
 
 Shapes of all buffers and grids follow from T, k and S, nothing waits for the host: every path can be captured. The rows
 of an expert are computed alike whatever other pairs are in the call, since tiles are chosen by T and not by the pairs.
@@ -13,19 +14,21 @@ of an expert are computed alike whatever other pairs are in the call, since tile
 import torch
 
 from nanovllm.ops.fp8 import ScaledStack
+from nanovllm.ops.integers import IntegerStack
 from nanovllm.ops.triton.gemv import choose_block
 from nanovllm.ops.triton.moe_align import align
 from nanovllm.ops.triton.moe_gemm import between_gemm, down_gemm, gate_up_gemm
 from nanovllm.ops.triton.moe_gemv import between_gemv, down_gemv, gate_up_gemv
 from nanovllm.ops.triton.moe_grouped import grouped_pairs
+from nanovllm.ops.triton.moe_integers import integer_pairs
 from nanovllm.ops.triton.moe_tiles import MoeShape, TileChoice, choose_tiles
 from nanovllm.ops.triton.moe_weights import stored_form
 
 
 def expert_pairs(
     x: torch.Tensor,
-    gate_up: torch.Tensor | ScaledStack,
-    down: torch.Tensor | ScaledStack,
+    gate_up: torch.Tensor | ScaledStack | IntegerStack,
+    down: torch.Tensor | ScaledStack | IntegerStack,
     buffers: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -42,6 +45,11 @@ def expert_pairs(
         return out
     assert x.stride(1) == 1
     assert x.shape[1] == columns * (1 + is_split)
+    if isinstance(gate_up, IntegerStack) and isinstance(down, IntegerStack):
+        assert all(tensor.is_contiguous() for tensor in (buffers, weights, out))
+        return integer_pairs(x, gate_up, down, buffers, weights, out)
+    assert not isinstance(gate_up, IntegerStack)
+    assert not isinstance(down, IntegerStack)
     for stack in (gate_up, down):
         numbers, scale, _, _ = stored_form(stack)
         assert numbers[0].is_contiguous()

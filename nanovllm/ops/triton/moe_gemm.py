@@ -48,7 +48,7 @@ GROUP = 8
 
 
 @triton.jit
-def _find_tile(tile, num_blocks, num_columns, GROUP: tl.constexpr):
+def find_tile(tile, num_blocks, num_columns, GROUP: tl.constexpr):
     """(block, column) of tile number `tile`; the last group may be smaller."""
     group = tile // (GROUP * num_columns)
     height = tl.minimum(num_blocks - group * GROUP, GROUP)
@@ -97,7 +97,7 @@ def gate_up_kernel(
     num_blocks = tl.load(num_blocks_ptr)
     num_columns: tl.constexpr = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), num_blocks * num_columns, tl.num_programs(0)):
-        block, column = _find_tile(tile, num_blocks, num_columns, GROUP)
+        block, column = find_tile(tile, num_blocks, num_columns, GROUP)
         buffer = tl.load(blocks_ptr + block * 3).to(tl.int64)
         row = tl.load(blocks_ptr + block * 3 + 1) + tl.arange(0, BLOCK_M)
         valid = row < tl.load(blocks_ptr + block * 3 + 2)
@@ -139,7 +139,7 @@ def down_kernel(
     num_blocks = tl.load(num_blocks_ptr)
     num_columns: tl.constexpr = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), num_blocks * num_columns, tl.num_programs(0)):
-        block, column = _find_tile(tile, num_blocks, num_columns, GROUP)
+        block, column = find_tile(tile, num_blocks, num_columns, GROUP)
         buffer = tl.load(blocks_ptr + block * 3).to(tl.int64)
         row = tl.load(blocks_ptr + block * 3 + 1) + tl.arange(0, BLOCK_M)
         valid = row < tl.load(blocks_ptr + block * 3 + 2)

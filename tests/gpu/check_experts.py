@@ -1,18 +1,20 @@
-"""Experts in 8-bit floats on a GPU: `python tests/gpu/check_experts8.py [--parts engine,kernels] [--out DIR]`.
+"""Experts in fewer bits on a GPU: `python tests/gpu/check_experts.py [--parts engine,kernels] [--out DIR]`.
 
-    engine    the trained tiny Mixtral, quantised while it is loaded, and tiny models whose files have blocks: resident
-              and offloaded engines, with and without graphs, write the same tokens with the same logprobs; a file's are
-              near those of its expanded numbers
-    kernels   us of one layer's experts: 16 bits, 8 bits with scales of rows and of blocks; share of the card's limit
+    engine    the trained tiny Mixtral, quantised while it is loaded, and tiny models whose files have fewer bits:
+              resident and offloaded engines, with and without graphs, write the same tokens with the same logprobs; a
+              file's are near those of its expanded numbers
+    kernels   us of one layer's experts: 16 bits, 8-bit floats with scales of rows and of blocks, integers of 4 bits;
+              share of the card's limit
 
-Kernels against their twins: `check_moe.py --only "8 bits"`. JSON goes to --out. What offloaded experts move, and
+Kernels against their twins: `check_moe.py --only bits`. JSON goes to --out. What offloaded experts move, and
 tok/s: `nanovllm bench moe --parts offload --model benchmarks/models/mixtral-8x7b --load-format dummy --num-layers 16`,
-with and without `--quantization fp8`.
+with and without `--quantization fp8` or `int4`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -28,13 +30,20 @@ from nanovllm.bench.kernels import replay_seconds
 from nanovllm.bench.moe_kernels import MIXTRAL, QWEN3_30B, KernelShape, MoeLab, measure_limits
 from nanovllm.hardware.device import Device
 from nanovllm.memory.budget import GIB
-from tests.moe.experts8 import BLOCK_FILE, MODELS
+from nanovllm.weights.expert_form import ExpertIntegers
+from tests.moe.experts8 import BLOCK_FILE, FILES4, MODELS, MODELS4
 from tests.weights.quantised_samples import write_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests/fixtures/tiny-mixtral"
 DEEPSEEK_V3 = KernelShape("DeepSeek-V3", 7168, 2048, 256, 8)
-FORMS = {"16 bits": None, "8 bits by row": 0, "8 bits by block": 128}
+FORMS: dict[str, dict[str, Any]] = {
+    "16 bits": {},
+    "8 bits by row": {"scale_block": 0},
+    "8 bits by block": {"scale_block": 128},
+    "int4-128": {"integers": ExpertIntegers((4, 128), (4, 128))},
+    "int4-32": {"integers": ExpertIntegers((4, 32), (4, 32))},
+}
 DECODE_TOKENS, PREFILL_TOKENS = (1, 2, 4, 8, 16, 64), (512, 2048, 8192)
 PROMPTS = [{"prompt_token_ids": list(range(5, 5 + size))} for size in (1, 3, 17, 70)]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -61,8 +70,8 @@ def check_engines(path: Path, name: str, **options: Any) -> list[Any]:
 
 
 def check_engine() -> None:
-    for dtype in ("bfloat16", "float16"):
-        check_engines(TINY, f"tiny-mixtral {dtype}", quantization="fp8", dtype=dtype)
+    for dtype, kind in itertools.product(("bfloat16", "float16"), ("fp8", "int4", "int8")):
+        check_engines(TINY, f"tiny-mixtral {dtype} {kind}", quantization=kind, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         for name, (family, sizes) in MODELS.items():
             target = Path(folder) / name
@@ -74,14 +83,19 @@ def check_engine() -> None:
             total = sum(len(x) for x, _ in found)
             print(f"{name}: {same} of {total} tokens are those of the expanded numbers", flush=True)
             assert same > 0.9 * total, "more than a near tie"
+        for name, (family, sizes) in MODELS4.items():
+            target = Path(folder) / f"{name}-awq"
+            target.mkdir()
+            small, _ = write_folders(target, family, sizes, FILES4["awq"])
+            check_engines(small, f"{name} in AWQ", dtype="bfloat16")
 
 
-def time_kernels() -> list[dict[str, Any]]:
+def time_kernels(forms: list[str], num_shapes: int) -> list[dict[str, Any]]:
     device, rows = Device.choose("cuda"), []
     limits = measure_limits(device, torch.bfloat16)
-    for shape in (MIXTRAL, QWEN3_30B, DEEPSEEK_V3):
-        for form, block in FORMS.items():
-            lab = MoeLab(device, shape, torch.bfloat16, block)
+    for shape in (MIXTRAL, QWEN3_30B, DEEPSEEK_V3)[:num_shapes]:
+        for form in forms:
+            lab = MoeLab(device, shape, torch.bfloat16, **FORMS[form])
             for tokens in (*DECODE_TOKENS, *PREFILL_TOKENS):
                 calls = lab.calls(tokens, "uniform")[: 4 if tokens > 64 else None]
                 seconds = replay_seconds([lab.whole(call) for call in calls], device)
@@ -101,6 +115,8 @@ def time_kernels() -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", default="engine,kernels")
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--shapes", type=int, default=3, help="so many of Mixtral, Qwen3-30B-A3B, DeepSeek-V3")
     parser.add_argument("--out", type=Path, default=Path("."))
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -110,8 +126,8 @@ def main() -> int:
     if "engine" in parts:
         check_engine()
     if "kernels" in parts:
-        found["kernels"] = time_kernels()
-    (args.out / "check_experts8.json").write_text(json.dumps(found, indent=1))
+        found["kernels"] = time_kernels(args.forms.split(","), args.shapes)
+    (args.out / "check_experts.json").write_text(json.dumps(found, indent=1))
     return 0
 
 
