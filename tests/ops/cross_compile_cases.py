@@ -223,7 +223,7 @@ def integer_small_cases(dtype: str, arch: int) -> dict:
     pairs = {"FORM": (4096, 4, 4, *integers.dot_code(4, 4)), "OUT_SIZE": 14336, "PAIRS_PER_ROW": 2, "GATED": True}
     pairs |= {"BLOCK_N": 4, "BLOCK_W": 64}
     pair_types = ["*i32", "*fp32", "*fp32", "*i64", "*i32", "*i32", "*fp32", d, "i32:16", "i32:16"]
-    rounding = {"SIZE": 4096, "BITS": 4, "GROUPS": 4, "BLOCKS": 32, "HAS_NORM": True, "HAS_ORDER": True}
+    rounding = {"SIZE": 4096, "BITS": 4, "GROUPS": 4, "BLOCKS": 8, "ROW": 4096, "HAS_NORM": True, "HAS_ORDER": True}
     expanding = {**unpacking(dtype, 8, 2), "BLOCK_N": 64}
     if arch < 80:  # tensor cores are not used there, nor is bfloat16, whose PTX is of sm_80 and later
         expanding = {**unpacking(dtype, 4, 2), "BLOCK_N": 64}

@@ -194,15 +194,16 @@ def integer_matmul_kernel(
     row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0: cheaper than a mask on every weight
     word_ptrs = words_ptr + row.to(tl.int64)[:, None] * (NUM_BLOCKS * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
     k = tl.arange(0, LENGTH)
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    # Rows past the end read the last one: they are not stored, and a mask would cost two instructions a load.
+    x_ptrs = x_ptr + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in tl.range(first, tl.minimum(first + split_blocks, NUM_BLOCKS)):
         words = tl.load(word_ptrs + block * COLUMNS)
         factors = load_factors(factors_ptr, row, block, out_size, FORM[2])
-        ok = (m < num_rows)[:, None]
-        if SIZE % LENGTH != 0:
-            ok = ok & (k < SIZE - block * LENGTH)[None, :]
-        x = tl.load(x_ptrs + block * LENGTH, mask=ok, other=0.0)
+        if SIZE % LENGTH == 0:
+            x = tl.load(x_ptrs + block * LENGTH)
+        else:
+            x = tl.load(x_ptrs + block * LENGTH, mask=(k < SIZE - block * LENGTH)[None, :], other=0.0)
         weight = unpack(words, factors, x.dtype, FORM)
         total += dot(weight, tl.trans(x))
         if BLOCK_M > 8:

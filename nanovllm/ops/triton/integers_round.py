@@ -35,11 +35,12 @@ def round_kernel(
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BLOCKS blocks of one row of x; with a norm all of them."""
+    """BLOCKS blocks of one row of x. With a norm every program adds up the squares of the whole row (ROW numbers)."""
     start_next(DEPENDENT)
     PLACES: tl.constexpr = 32 // BITS
     LENGTH: tl.constexpr = 512 // BITS  # inputs of a block of 16 words
@@ -49,38 +50,34 @@ def round_kernel(
     # Byte i of a block belongs to word i // (2 PLACES). There bytes are in fours: places 2 f, 2 f + 1 of two columns.
     i = tl.arange(0, LENGTH)
     word, four, byte = i // (2 * PLACES), i % (2 * PLACES) // 4, i % 4
-    inputs = 16 * (2 * four + byte % 2) + 2 * word + byte // 2
-    at = block[:, None] * LENGTH + inputs[None, :]
-    # The inputs in their order, for the sums of groups.
-    group = tl.program_id(1) * BLOCKS * GROUPS + tl.arange(0, BLOCKS * GROUPS)
-    in_order = group[:, None] * (LENGTH // GROUPS) + tl.arange(0, LENGTH // GROUPS)[None, :]
-    ok, ok_in_order = at < SIZE, in_order < SIZE
+    place = 2 * four + byte % 2
+    at = block[:, None] * LENGTH + (16 * place + 2 * word + byte // 2)[None, :]
+    ok = at < SIZE
     if HAS_ORDER:
         at = tl.load(order_ptr + at, mask=ok, other=0)
-        in_order = tl.load(order_ptr + in_order, mask=ok_in_order, other=0)
     if HAS_NORM:
         gain = tl.load(gain_ptr + at, mask=ok, other=0.0).to(tl.float32)
-        gain_in_order = tl.load(gain_ptr + in_order, mask=ok_in_order, other=0.0).to(tl.float32)
     wait_for_last(DEPENDENT)
     x_ptr += row * x_stride
     x = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
-    x_in_order = tl.load(x_ptr + in_order, mask=ok_in_order, other=0.0).to(tl.float32)
     if HAS_NORM:
-        factor = tl.rsqrt(tl.sum(x * x) / SIZE + eps)
-        x *= factor * gain
-        x_in_order *= factor * gain_in_order
+        k = tl.arange(0, ROW)
+        whole_row = tl.load(x_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(whole_row * whole_row) / SIZE + eps) * gain
     unit = tl.maximum(tl.max(tl.abs(x), axis=1), TINY) / LARGEST
     whole = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
     hi = (whole + 128) >> 8
     to = bytes_ptr + row * (2 * NUM_BLOCKS * LENGTH) + block[:, None] * (2 * LENGTH)
     to += (word * (4 * PLACES) + i % (2 * PLACES))[None, :]
-    inside = (block < NUM_BLOCKS)[:, None]
-    tl.store(to, hi.to(tl.int8), mask=inside)
-    tl.store(to + 2 * PLACES, (whole - hi * 256).to(tl.int8), mask=inside)
+    inside = block < NUM_BLOCKS
+    tl.store(to, hi.to(tl.int8), mask=inside[:, None])
+    tl.store(to + 2 * PLACES, (whole - hi * 256).to(tl.int8), mask=inside[:, None])
     scaled: tl.constexpr = 16.0 if BITS == 4 else 1.0  # what is multiplied by it is 16 q in 4 bits
-    tl.store(units_ptr + row * NUM_BLOCKS + block, unit / scaled, mask=block < NUM_BLOCKS)
-    sums = tl.sum(x_in_order, axis=1)
-    tl.store(sums_ptr + row * (NUM_BLOCKS * GROUPS) + group, sums, mask=group < NUM_BLOCKS * GROUPS)
+    tl.store(units_ptr + row * NUM_BLOCKS + block, unit / scaled, mask=inside)
+    sums_ptr += row * (NUM_BLOCKS * GROUPS)
+    for g in tl.static_range(GROUPS):
+        of_group = tl.sum(tl.where((place * GROUPS // PLACES == g)[None, :], x, 0.0), axis=1)
+        tl.store(sums_ptr + block * GROUPS + g, of_group, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def round_rows(x: torch.Tensor, weight: Any, norm: tuple[torch.Tensor, float] | 
     numbers = torch.empty((rows, blocks, 2 * length), dtype=torch.int8, device=x.device)
     units = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
     sums = torch.empty((rows, blocks * groups), dtype=torch.float32, device=x.device)
-    tile = next_power_of_2(blocks) if norm is not None else min(1024 // length, next_power_of_2(blocks))
+    tile = min(1024 // length, next_power_of_2(blocks))
     round_kernel[(rows, triton.cdiv(blocks, tile))](
         x,
         x if norm is None else norm[0],
@@ -115,10 +112,11 @@ def round_rows(x: torch.Tensor, weight: Any, norm: tuple[torch.Tensor, float] | 
         BITS=weight.bits,
         GROUPS=groups,
         BLOCKS=tile,
+        ROW=next_power_of_2(size) if norm is not None else 1,
         HAS_NORM=norm is not None,
         HAS_ORDER=weight.order is not None,
         DEPENDENT=dependent,
         launch_pdl=dependent,
-        num_warps=min(8, max(2, tile * length // 512)),
+        num_warps=4,
     )
     return RoundedRows(numbers, units, sums)
