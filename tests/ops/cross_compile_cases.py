@@ -201,7 +201,7 @@ def integer_cases(dtype: str, arch: int) -> dict:
     d, cases, is_all = f"*{dtype}", {}, arch in (80, 90)
     types = [d, "*i32", "*i32", d, d, "i32", "i32:16", "i32:16", "i32"]
     for rows, form in ((256, (4, 1)), (8, (4, 4)), (64, (8, 4))) if is_all else ((256, (4, 1)),):
-        block_m, block_n, *options = integers_matmul.choose_tile(rows, 4096)
+        block_m, block_n, *options = integers_matmul.choose_tile(rows, 4096, 4096)
         consts = {**unpacking(dtype, *form), "BLOCK_M": block_m, "BLOCK_N": block_n, "HAS_BIAS": True}
         cases[f"integer_matmul {dtype} {rows}"] = lambda arch, consts=consts, options=options: compile_kernel(
             integers_matmul.integer_matmul_kernel, types, consts, arch, *options

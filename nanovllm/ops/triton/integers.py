@@ -346,25 +346,25 @@ def rounded_gemv(
 
 
 def choose_block(form: tuple[Any, ...], rows: int, gated: bool) -> tuple[int, int, int]:
-    """(outputs a program, 64-bit words a step, warps). H200, us without rounding x, the best of nine (share of a plain
-    read's 4.46 TB/s); the others are up to twice as slow:
+    """(outputs a program, 64-bit words a step, warps). H200, us without rounding x, the best of a dozen (share of a
+    plain read of 4.46 TB/s); the others are up to twice as slow:
 
                                 6144 x 4096     4096 x 4096     24576 x 4096, gated  4096 x 12288
-        int4-128, one row       4x256/2  5.4    4x256/1  4.3    8x64/1  14.9         8x128/2   9.8
-                                (56 %)          (47 %)          (80 %)               (61 %)
+        int4-128, one row       8x256/4  5.2    4x256/4  4.0    4x256/2 15.4         8x256/4   8.4
+                                (58 %)          (50 %)          (78 %)               (71 %)
+        the rule                                8x256/4  4.3
         two rows                8x128/2  6.2    8x128/2  5.3    4x64/1  18.2         8x128/2  11.7
         int4-32, one row        8x128/2  7.2    4x128/2  5.7    4x64/1  23.8         8x128/2  13.6
         int8-32, one row        4x128/2  8.9    4x128/2  7.5    8x128/2 31.8         4x128/2  17.5
     """
     _, bits, groups = form[:3]
-    num_words = integers.num_blocks(form[0], bits) * 8
-    most = max(64, next_power_of_2(num_words))
-    if gated:
-        return (8 if (bits, groups, rows) == (4, 1, 1) else 4), 64, 1
-    if bits == 4 and (groups > 1 or rows > 1 or num_words > 256):
-        block_n, block_w, warps = 8, 128, 2
+    if (bits, groups, rows) == (4, 1, 1):
+        block_n, block_w, warps = (4, 256, 2) if gated else (8, 256, 4)
+    elif gated:
+        block_n, block_w, warps = 4, 64, 1
     else:
-        block_n, block_w, warps = 4, 256 if bits == 4 else 128, 2
+        block_n, block_w, warps = 8 if bits == 4 else 4, 128, 2
+    most = max(64, next_power_of_2(integers.num_blocks(form[0], bits) * 8))
     return (block_n, block_w, warps) if most >= block_w else (block_n, most, max(1, warps * most // block_w))
 
 

@@ -194,8 +194,9 @@ def integer_matmul_kernel(
     row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0: cheaper than a mask on every weight
     word_ptrs = words_ptr + row.to(tl.int64)[:, None] * (NUM_BLOCKS * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
     k = tl.arange(0, LENGTH)
-    # Rows past the end read the last one: they are not stored, and a mask would cost two instructions a load.
-    x_ptrs = x_ptr + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
+    # Rows past the end read the first ones: they are not stored, and a mask would cost two instructions a load. Not the
+    # last one: so many reads of one line made a product of 96 rows take twice as long as one of 128.
+    x_ptrs = x_ptr + (m % num_rows).to(tl.int64)[:, None] * x_stride + k[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in tl.range(first, tl.minimum(first + split_blocks, NUM_BLOCKS)):
         words = tl.load(word_ptrs + block * COLUMNS)
@@ -288,7 +289,7 @@ def integer_matmul(
     stages) and `splits` override the choice."""
     (rows, size), out_size = x.shape, weight.shape[0]
     assert x.stride(1) == 1
-    block_m, block_n, warps, stages = tile or choose_tile(rows, out_size)
+    block_m, block_n, warps, stages = tile or choose_tile(rows, out_size, size)
     blocks = integers.num_blocks(size, weight.bits)
     tiles = triton.cdiv(out_size, block_n) * triton.cdiv(rows, block_m)
     splits = min(blocks, splits or choose_splits(tiles, blocks, num_multiprocessors(x.device)))
@@ -325,7 +326,7 @@ def integer_matmul(
     return out
 
 
-def choose_tile(rows: int, out_size: int) -> tuple[int, int, int, int]:
+def choose_tile(rows: int, out_size: int, size: int) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages), the best of a dozen for each size of the table above. Four warps for each 64
     outputs are what Hopper's instruction takes at once; 8 rows are below what it takes, and warps multiply alone."""
     block_m = min(128, max(8, next_power_of_2(rows)))
@@ -333,10 +334,12 @@ def choose_tile(rows: int, out_size: int) -> tuple[int, int, int, int]:
         return (8, 64, 4, 4) if out_size >= 16384 else (8, 128, 8, 3)
     if block_m == 16 or (block_m == 32 and out_size > 4096):
         return block_m, 128, 4, 4 if block_m == 16 else 3
-    if block_m <= 64:
-        return block_m, 64, 4, 4 if block_m == 32 else 3
-    if 128 < rows <= 192:  # three times 64, not twice 128
+    if block_m == 64 and size > 8192:
         return 64, 128, 4, 3
+    if block_m <= 64:
+        return block_m, 64, 4, 4 if block_m == 32 or out_size <= 4096 else 3
+    if 128 < rows <= 192:  # three times 64, not twice 128
+        return 64, 64, 4, 3
     return 128, 64, 4, 2 if rows <= 128 and out_size >= 16384 else 3
 
 
