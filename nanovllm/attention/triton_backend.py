@@ -40,11 +40,12 @@ class TritonBackend:
         spec: AttentionSpec,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        from nanovllm.ops.triton.common import empty_rows
         from nanovllm.ops.triton.decode_attention import decode_attention, launch_for
         from nanovllm.ops.triton.prefill_attention import prefill_attention
 
         n, lens, tables = batch.num_decodes, batch.context_lens, batch.block_tables
-        out, scale, window = torch.empty_like(q), spec.scale, spec.window
+        out, scale, window = empty_rows(len(q), q.shape[1] * q.shape[2], q).view(q.shape), spec.scale, spec.window
         if n:
             longest = min(batch.max_context_len, window or 2**31)
             launch = launch_for(q[:n], spec.num_kv_heads, longest, scales is not None)

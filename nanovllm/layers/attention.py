@@ -64,8 +64,9 @@ class Attention(Layer):
         self.backend = backend
         self.ops = build.ops
         heads = spec.num_heads * build.parallel.size
-        self.qkv = QKVParallelLinear(hidden, heads, num_kv_heads, spec.head_dim, qkv_bias, build)
-        self.out = RowParallelLinear(heads * spec.head_dim, hidden, out_bias, build)
+        rest = (qkv_bias, build, spec.kv_dtype is None)  # in parts: RoPE takes the dtype of q from the cache
+        self.qkv = QKVParallelLinear(hidden, heads, num_kv_heads, spec.head_dim, *rest)
+        self.out = RowParallelLinear(heads * spec.head_dim, hidden, out_bias, build, in_parts=True)
         self.head_norm_eps = head_norm_eps
         if head_norm_eps is not None:
             self.q_norm = HeadNorm(spec.head_dim, build)

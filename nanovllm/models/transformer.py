@@ -70,9 +70,8 @@ class DecoderLayer(Layer):
         super().__init__()
         build, eps = parts.build, config.rms_norm_eps
         self.ops = build.ops
-        self.fuses = (
-            config.moe is None and style.attention is None and build.parallel.size == 1
-        )  # sums over ranks or experts prevent it
+        # Sums over ranks or experts prevent it.
+        self.fuses = config.moe is None and style.attention is None and build.parallel.size == 1
         self.attention_norm = RMSNorm(config.hidden_size, eps, build)
         sizes, biases = (config.hidden_size, spec, config.num_kv_heads), (style.qkv_bias, style.out_bias)
         self.attention: Any  # an Attention or a LatentAttention
@@ -87,7 +86,7 @@ class DecoderLayer(Layer):
             experts = make(index, config.moe, config.hidden_size, build)
             self.mlp = MoeLayer(config.moe, config.hidden_size, experts, build)
         else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, build)
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, style.mlp_bias, build, in_parts=True)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, cache: KVCache
@@ -155,7 +154,7 @@ class Transformer(Layer):
     def last_norm(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> torch.Tensor:
         """Only of step.logit_rows: the head, the model's largest matrix, need not compute the others."""
         if step.logit_rows is not None:
-            x, residual = x[step.logit_rows], None if residual is None else residual[step.logit_rows]
+            x, residual = x[..., step.logit_rows, :], None if residual is None else residual[step.logit_rows]
         x, _ = self.norm(x, residual)
         return x
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from nanovllm.ops import activation, linear, mla, moe, norm, qk_norm_rope, rotary
 
-FEW_ROWS, FEW_HIDDEN = 2, 2048  # see Ops.fuses_few
+GEMV_ROWS, FUSED_ROWS, FUSED_HIDDEN = 2, 8, 2048  # see Ops.fuses_few
 
 
 @dataclass(frozen=True)
@@ -28,24 +28,40 @@ class Ops:
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     qk_norm_rope: Callable[..., torch.Tensor]
-    gemv: Any  # None without Triton. A linear map of few rows, fused with the norm, gate or sum around it
+    gemv: Any  # None without Triton. A linear map of 1 to 8 rows, fused with the norm, gate or sum around it
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # this and the next two: ops/moe.py
     expert_pairs: Callable[..., torch.Tensor]
     sum_pairs: Callable[..., torch.Tensor]
     latent_rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # ops/mla.py
     gathers_rope: bool  # cosines and sines are gathered once a step for all layers, not by each layer's kernel
+    faster: Any = None  # (x, weight, bias, gated) -> a product, or None where `linear` is faster; for the two below
     quantised: str = ""  # the instructions of products with quantised weights; empty: there are none
     kernels: Any = None  # the NativeOps whose methods these are
 
+    def linear_parts(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As `linear`; or in parts, [parts, rows, size] in float32, which add_rms_norm and qk_norm_rope add up in their
+        order as they read them."""
+        found = None if self.faster is None else self.faster(x, weight, bias, False)
+        return self.linear(x, weight, bias) if found is None else found
+
+    def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(gate) * up, of a weight that has gate and up below each other."""
+        found = None if self.faster is None else self.faster(x, weight, bias, True)
+        return self.silu_mul(self.linear(x, weight, bias)) if found is None else found
+
     def fuses_few(self, x: torch.Tensor, weight: Any) -> bool:
-        """Whether four fused GEMVs are fastest for a layer of these tokens [tokens, hidden]. Measured on an H200, the
-        four of a layer at one row: 18.8 us fused against 20.7 apart at hidden 1024, but 111 against 101 at hidden
-        4096, where the matrix products take long enough to hide the norms. Not so with integers, whose products are
-        preceded by a launch that rounds x: it computes the norm as well. `weight`: one of the layer's."""
+        """Whether four products with norm, gate and sums inside are fastest for a layer of these tokens [tokens,
+        hidden]. Measured on an H200, the four of a layer at one row: 18.8 us fused against 20.7 apart at hidden 1024,
+        but 111 against 101 at hidden 4096, where the matrix products take long enough to hide the norms (a whole step:
+        4.33 ms against 4.06). Not so with integers, whose products are preceded by a launch that rounds x: it computes
+        the norm as well. `weight`: one of the layer's."""
         rows, hidden = x.shape
-        if self.gemv is None or rows > FEW_ROWS or x.dtype == torch.float32:
+        if self.gemv is None or x.dtype == torch.float32:
             return False
-        return hidden <= FEW_HIDDEN or (getattr(weight, "kind", "") == "integers" and weight.plain is None)
+        is_plain = isinstance(weight, torch.Tensor) or weight.plain is not None
+        if rows > GEMV_ROWS:
+            return rows <= FUSED_ROWS and hidden <= FUSED_HIDDEN and is_plain and x.dtype == torch.bfloat16
+        return hidden <= FUSED_HIDDEN or (not is_plain and weight.kind == "integers")
 
     def rope_inputs(self, table: torch.Tensor, positions: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
         return (rotary.gather_angles(table, positions), None) if self.gathers_rope else (table, positions)
@@ -71,15 +87,17 @@ PLAIN = Ops(
 def triton_ops() -> Ops:
     """Raises ImportError where triton is not installed."""
     from nanovllm.ops.triton import activation as t_activation
+    from nanovllm.ops.triton import few_rows as t_few
     from nanovllm.ops.triton import fp8 as t_fp8
     from nanovllm.ops.triton import gemv as t_gemv
     from nanovllm.ops.triton import integers as t_integers
+    from nanovllm.ops.triton import matmul as t_matmul
     from nanovllm.ops.triton import mla_rope, moe_experts, moe_route
     from nanovllm.ops.triton import norm as t_norm
     from nanovllm.ops.triton import qk_norm_rope as t_rope
 
     products = {"fp8": t_fp8.scaled_linear, "integers": t_integers.integer_linear}
-    few_rows: dict[str, Any] = {"fp8": t_gemv.gemv, "integers": t_integers.integer_gemv}
+    fused: dict[str, Any] = {"fp8": t_gemv.gemv, "integers": t_integers.integer_gemv}
 
     def few_rows_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, torch.Tensor):  # a PartedWeight
@@ -88,12 +106,20 @@ def triton_ops() -> Ops:
             weight = weight.plain
         if x.dtype != torch.float32 and t_gemv.prefers_gemv(len(x), *weight.shape):
             return t_gemv.gemv(x, weight, bias)
+        if x.dtype == torch.bfloat16 and t_few.prefers_few_rows(len(x), *weight.shape):
+            return t_few.few_rows_linear(x, weight, bias)
         return F.linear(x, weight, bias)
+
+    def faster(x: torch.Tensor, weight: Any, bias: torch.Tensor | None, gated: bool) -> torch.Tensor | None:
+        plain = weight if isinstance(weight, torch.Tensor) else weight.plain
+        launch = None if plain is None else t_matmul.launch_for(x, plain, gated)
+        return None if launch is None else t_matmul.matmul(x, plain, launch, bias, gated)
 
     def fused_gemv(x: torch.Tensor, weight: Any, *args: Any, **options: Any) -> torch.Tensor:
         if isinstance(weight, torch.Tensor) or weight.plain is not None:
-            return t_gemv.gemv(x, getattr(weight, "plain", weight), *args, **options)
-        return few_rows[weight.kind](x, weight, *args, **options)
+            product = t_gemv.gemv if len(x) <= GEMV_ROWS else t_few.few_rows_linear
+            return product(x, getattr(weight, "plain", weight), *args, **options)
+        return fused[weight.kind](x, weight, *args, **options)
 
     return Ops(
         name="triton",
@@ -109,6 +135,7 @@ def triton_ops() -> Ops:
         sum_pairs=moe_route.sum_pairs,
         latent_rope=mla_rope.latent_rope,
         gathers_rope=False,
+        faster=faster,
     )
 
 

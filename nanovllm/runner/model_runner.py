@@ -20,6 +20,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -250,9 +251,10 @@ class Visit:
     def __init__(self, runner: ModelRunner, plan: StepPlan) -> None:
         self._runner, self._plan = runner, plan
         self.only_decodes = plan.is_decode_only
-        self._entries, self._order = plan.entries, plan.entries
-        if not self.only_decodes:
-            self._entries = tuple(sorted(plan.entries, key=lambda entry: entry.num_new > 1))  # decodes first
+        if self.only_decodes:  # the longest first: the card should end on small pieces of work
+            self._entries = self._order = tuple(sorted(plan.entries, key=attrgetter("start"), reverse=True))
+        else:  # decodes first
+            self._entries = tuple(sorted(plan.entries, key=lambda entry: entry.num_new > 1))
             self._order = tuple(entry for entry in self._entries if entry.samples)
         self._batch, self._sampler, self._transfers = runner.batch, runner.sampler, runner.transfers
         self.needs_tokens = self._sampler.needs_tokens(self._order)
@@ -325,7 +327,7 @@ class Visit:
             self._append(tokens)
         logprobs = self._reports.read(tokens) if parts else None
         found = tokens.tolist()
-        if not self.only_decodes:  # back into the order of the plan
+        if self._order != self._plan.entries:  # back into the order of the plan
             place = {entry.seq_id: i for i, entry in enumerate(self._order)}
             order = [place[entry.seq_id] for entry in self._plan.entries if entry.samples]
             found = [found[i] for i in order]

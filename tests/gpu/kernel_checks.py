@@ -21,9 +21,11 @@ from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
 from nanovllm.ops.triton import (
     decode_state,
+    few_rows,
     gemv,
     integers,
     integers_matmul,
+    matmul,
     mla_decode,
     mla_prefill,
     mla_rope,
@@ -32,7 +34,7 @@ from nanovllm.ops.triton import (
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
-from nanovllm.ops.triton.common import capability
+from nanovllm.ops.triton.common import capability, empty_rows
 from nanovllm.sampling.sampler import sample
 from tests.ops.kernel_rig import caches, paged_cache, rope_twin
 from tests.ops.sampler_rig import make_logits, make_rows, make_state
@@ -224,6 +226,38 @@ def check_gemv() -> float:
     return max(errors)
 
 
+def check_few_rows() -> float:
+    errors = []
+    for rows, (n, k) in itertools.product((1, 3, 8), ((1000, 1016), (1024, 2048), (6144, 1024), (1024, 3072))):
+        x, weight, gain = rand(rows, k), rand(n, k, scale=k**-0.5), rand(k)
+        residual, bias = rand(rows, n), rand(n)
+        normed = norm.rms_norm(x.float(), gain.float(), 1e-6) @ weight.float().T
+        got = few_rows.few_rows_linear(x, weight, bias, norm=(gain, 1e-6), residual=residual)
+        errors.append(max_error(got, normed + bias.float() + residual.float(), BF16))
+        got = few_rows.few_rows_linear(x, weight, norm=(gain, 1e-6), gated=True)
+        errors.append(max_error(got, activation.silu_mul(normed), BF16))
+    return max(errors)
+
+
+def check_matmul() -> float:
+    """As the rule cuts it, with and without room behind x; twenty times the same bits."""
+    errors = []
+    shapes = ((4096, 1024), (1024, 2048), (1000, 1024), (6144, 1024), (4096, 4096), (4096, 12288))
+    for dtype, (n, k), rows in itertools.product((BF16, FP16), shapes, (3, 16, 17, 40, 64, 100, 128)):
+        weight, bias = rand(n, k, dtype=dtype, scale=k**-0.5), rand(n, dtype=dtype)
+        x = rand(rows, k, dtype=dtype)
+        exact = x.float() @ weight.float().T + bias.float()
+        for room, gated in itertools.product((True, False), (True, False)):
+            if (launch := matmul.launch_for(x, weight, gated)) is None:
+                continue
+            given = empty_rows(rows, k, x).copy_(x) if room else x
+            found = [matmul.matmul(given, weight, launch, bias, gated) for _ in range(20)]
+            assert all(torch.equal(other, found[0]) for other in found), "the output depends on the run"
+            got = found[0] if launch.splits == 1 else found[0].sum(0)
+            errors.append(max_error(got, activation.silu_mul(exact) if gated else exact, dtype))
+    return max(errors)
+
+
 def integer_weight(outputs, size, bits=4, group=128, has_offset=True, act_order=False):
     """Words of any bits; weights of about size^-0.5."""
     weight = IntegerWeight({"": outputs}, size, IntegerForm(bits, group), BF16, torch.device(DEVICE))
@@ -295,6 +329,8 @@ def check_jobs() -> list[tuple[str, Callable[[], float]]]:
     jobs = [("norm+silu", check_norm), ("rope", check_rope), ("sampling", check_sampling)]
     jobs += [
         ("gemv", check_gemv),
+        ("few rows", check_few_rows),
+        ("matmul", check_matmul),
         ("integers", check_integers),
         ("advance", check_advance),
         ("large cache", check_large_cache),
@@ -308,10 +344,10 @@ def check_jobs() -> list[tuple[str, Callable[[], float]]]:
         launch = Launch((1, 17, 8)[i % 3])
         run = check_decode(dtype, head_dim, group, block_size, launch, by_head=by_head)
         jobs.append((f"decode {label} s{launch.num_splits}", run))
-    middle = decode.choose_launch(64, 8, 4096, 132)  # batches that just fill the card: tiles of their own
+    ahead = decode.choose_launch(1, 8, 4096, 132)  # asks for its first keys before it waits
     jobs += [
-        (f"decode middle batch d{d} bs{size}", check_decode(BF16, d, 2, size, middle))
-        for d, size in ((64, 16), (128, 64), (256, 256))
+        (f"decode ahead d{d} bs{size}", check_decode(BF16, d, 2, size, ahead))
+        for d, size in ((64, 16), (80, 64), (256, 256))
     ]
     jobs.append(("prefill window", check_prefill(BF16, 128, 2, 64, window=100)))
     jobs.append(("prefill window gather", check_prefill(BF16, 128, 2, 16, window=100)))

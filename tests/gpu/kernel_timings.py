@@ -16,10 +16,11 @@ from kernel_checks import BF16, DEVICE, integer_weight, rand
 
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import gemv, integers, mla_decode, mla_prefill, qk_norm_rope
+from nanovllm.ops.triton import gemv, integers, matmul, mla_decode, mla_prefill, qk_norm_rope
 from nanovllm.ops.triton import norm as t_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton import sampling as t_sampling
+from nanovllm.ops.triton.common import empty_rows
 from nanovllm.sampling.rows import SamplingRow
 from nanovllm.sampling_params import SamplingParams
 from tests.ops.kernel_rig import paged_cache
@@ -160,6 +161,30 @@ def time_layer(rows, shapes, fused):
     return build
 
 
+def time_matmul(rows, n, k, gated=False):
+    """As the engine calls it; nothing where the rule prefers cuBLAS."""
+
+    def build() -> Timed:
+        weights = [rand(n, k, scale=k**-0.5) for _ in copies(n * k * 2)]
+        x = empty_rows(rows, k, weights[0]).normal_()
+        launch = matmul.launch_for(x, weights[0], gated)
+        assert launch is not None
+        return Timed([lambda w=w: matmul.matmul(x, w, launch, gated=gated) for w in weights], num_bytes=n * k * 2)
+
+    return build
+
+
+def matmul_jobs() -> Builds:
+    jobs: Builds = []
+    for model, shapes in (("0.6B", SHAPES_SMALL), ("8B", SHAPES_LARGE)):
+        for (name, (n, k)), rows in itertools.product(shapes.items(), (8, 24, 48, 64, 128)):
+            gated = name == "gate_up"
+            if matmul.choose_launch(rows, n // 2 if gated else n, k, gated) is not None:
+                jobs.append((f"matmul {model} {name} m{rows}", time_matmul(rows, n, k, gated)))
+            jobs.append((f"matmul {model} {name} m{rows} cuBLAS", time_linear(rows, n, k, cublas=True)))
+    return jobs
+
+
 def time_integers(rows, n, k, bits, group, has_offset=True, kernel="integer_linear", **options):
     """As the engine calls it; or one of its kernels at rows or with a block that the rule does not take."""
 
@@ -262,6 +287,7 @@ def timing_jobs() -> Builds:
     jobs += [(f"mla decode {b}x{n}", time_mla_decode(b, n)) for b, n in ((32, 4096), *DECODE_SHAPES)]
     jobs += [(f"mla prompt {b}x{n}", time_mla_prompt(b, n)) for b, n in PREFILL_SHAPES]
     jobs += linear_jobs()
+    jobs += matmul_jobs()
     jobs += integer_jobs()
     for rows in (1, 64, 256):
         jobs.append((f"sampling {rows} rows", time_sampling(rows)))

@@ -21,12 +21,14 @@ from nanovllm.ops.triton import (
     decode_attention,
     decode_state,
     drafts,
+    few_rows,
     fp8,
     gemv,
     integers,
     integers_matmul,
     integers_round,
     lanes,
+    matmul,
     mla_absorb,
     mla_decode,
     mla_prefill,
@@ -107,6 +109,7 @@ def decode_case(dtype: str, head_dim: int, block_size: int, window: int, batch: 
         types += ["i32:16"] * 4 + ["i32"] * 2
         consts = {"NUM_KV_HEADS": 3, "GROUP": 3, "ROWS": 16, "HEAD_DIM": head_dim, "D": next_power_of_2(head_dim)}
         consts |= {"BLOCK_SIZE": block_size, "BLOCK_N": fitted.block_n, "STEP": 64, "WINDOW": window, **form}
+        consts |= {"PREFETCH": launch.prefetch}
         kernel = decode_attention.decode_kernel
         return compile_kernel(kernel, types, consts, arch, fitted.num_warps, fitted.num_stages)
 
@@ -120,13 +123,14 @@ def merge_case(dtype: str):
     return lambda arch: compile_kernel(kernel, types, consts, arch, 2)
 
 
-def rope_case(dtype: str, head_dim: int, rot_dim: int, has_norm: bool, e4m3: bool = False):
+def rope_case(dtype: str, head_dim: int, rot_dim: int, has_norm: bool, e4m3: bool = False, parts: int = 1):
     rest = next_power_of_2(head_dim - rot_dim) if rot_dim < head_dim else 0
     consts = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": head_dim, "ROT_DIM": rot_dim, "BLOCK_SIZE": 16}
-    consts |= {"HEADS": 8, "HALF": next_power_of_2(rot_dim // 2), "REST": rest, "HAS_NORM": has_norm}
+    consts |= {"HEADS": 8, "HALF": next_power_of_2(rot_dim // 2), "REST": rest, "HAS_NORM": has_norm, "PARTS": parts}
     consts |= {"E4M3": e4m3} if e4m3 else {"E4M3": e4m3, "scales_ptr": None}
     stored = [f"*{dtype}"] + (["*u8", "*u8", "*fp32"] if e4m3 else [f"*{dtype}"] * 2)
-    types = [f"*{dtype}"] * 3 + ["*fp32", "*i64", "*i64"] + stored + ["i32:16"] * 4 + ["fp32"]
+    product = f"*{dtype}" if parts == 1 else "*fp32"
+    types = [product] + [f"*{dtype}"] * 2 + ["*fp32", "*i64", "*i64"] + stored + ["i32:16"] * 5 + ["fp32"]
     kernel = qk_norm_rope.qk_norm_rope_kernel
     return lambda arch: compile_kernel(kernel, types, consts, arch, 4)
 
@@ -175,6 +179,25 @@ def gemv_case(dtype: str, rows: int, size: int, fused: bool, weight: str = "", s
     return lambda arch: compile_kernel(gemv.gemv_kernel, types, consts, arch, 1)
 
 
+def few_rows_case(dtype: str, size: int, gated: bool):
+    block_n, block_k, slices = few_rows.choose_tile(1024, size)
+    consts = {"SIZE": size, "BLOCK_M": 8, "BLOCK_N": block_n, "BLOCK_K": block_k, "SLICES": slices}
+    consts |= {"HAS_BIAS": not gated, "HAS_NORM": gated, "GATED": gated, "HAS_RESIDUAL": not gated}
+    types = [f"*{dtype}"] * 6 + ["i32", "i32:16", "i32:16", "i32:16", "fp32"]
+    return lambda arch: compile_kernel(few_rows.few_rows_kernel, types, consts, arch, slices)
+
+
+def matmul_case(dtype: str, rows: int, gated: bool = False):
+    """As the rule cuts it for Qwen3-0.6B."""
+    launch = matmul.choose_launch(rows, 1024, 2048, gated)
+    tiles = [f"tensordesc<{dtype}[{n}, {launch.block_k}]>" for n in (launch.block_m, matmul.BLOCK_N)]
+    out = f"*{dtype}" if launch.splits == 1 else "*fp32"
+    consts = {"BLOCK_M": launch.block_m, "BLOCK_N": matmul.BLOCK_N, "BLOCK_K": launch.block_k, "HAS_BIAS": True}
+    types = [*tiles, f"*{dtype}", out, "i32", "i32:16", "i32"]
+    options = (4, launch.num_stages)
+    return lambda arch: compile_kernel(matmul.matmul_kernel, types, {**consts, "GATED": gated}, arch, *options)
+
+
 def quantise_case(dtype: str, groups: int, group: int):
     consts = {"SIZE": 4096, "GROUPS": groups, "GROUP": group, "MOST": 448.0, "TINY": 1e-12}
     types = [f"*{dtype}", "*fp8e4nv", "*fp32", "i32:16", "i32"]
@@ -203,8 +226,11 @@ def integer_cases(dtype: str, arch: int) -> dict:
     for rows, form in ((256, (4, 1)), (8, (4, 4)), (64, (8, 4))) if is_all else ((256, (4, 1)),):
         block_m, block_n, *options = integers_matmul.choose_tile(rows, 4096, 4096)
         consts = {**unpacking(dtype, *form), "BLOCK_M": block_m, "BLOCK_N": block_n, "HAS_BIAS": True}
-        cases[f"integer_matmul {dtype} {rows}"] = lambda arch, consts=consts, options=options: compile_kernel(
-            integers_matmul.integer_matmul_kernel, types, consts, arch, *options
+        use_desc = arch >= 90 and block_m >= integers_matmul.DESC_ROWS
+        x = f"tensordesc<{dtype}[{block_m}, {512 // form[0]}]>" if use_desc else d
+        case = ([x, *types[1:]], {**consts, "USE_DESC": use_desc}, arch, *options)
+        cases[f"integer_matmul {dtype} {rows}"] = lambda arch, case=case: compile_kernel(
+            integers_matmul.integer_matmul_kernel, *case
         )
     pair_types = [d, "*i32", "*i32", "*i32", "*i32", "*i32", "*fp32", d] + ["i32:16"] * 3
     for tokens, form in ((512, (4, 1)), (8, (4, 4))) if is_all else ((512, (4, 1)),):
@@ -348,6 +374,7 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     """The elementwise kernels, the sampler and the state updates; all, or those named."""
     d = f"*{dtype}"
     norm_consts = {"SIZE": 576, "TILE": 1024, "HAS_RESIDUAL": True}
+    norm_types = [*[d] * 4, "i32", "i32", "i32", "fp32"]
     sampler = ["*fp32", "*i32", "*i32", "*i16", "*i32", "*i32", "*i64", "*i64"]  # the SamplerState
     sizes, tiles = ["i32", "i32", "i32"], ["*fp32", "*fp32"]
     lists = ["*i32", "*fp32", "*i32"]
@@ -359,7 +386,8 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     lookup = {"SHORTEST": 2, "LONGEST": 5, "BLOCK_SIZE": 16, "TILE": drafts.TILE}
     warps = {"sample tiles": 2, "sample pick": 8, "sample search": sampling_search.SEARCH_WARPS, "sample report": 8}
     plain = {
-        "norm": (norm.norm_kernel, [d] * 5 + ["i32", "i32", "fp32"], norm_consts),
+        "norm": (norm.norm_kernel, [d, *norm_types], {**norm_consts, "PARTS": 1}),
+        "norm parts": (norm.norm_kernel, ["*fp32", *norm_types], {**norm_consts, "PARTS": 8}),
         "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32"], {"TILE": 1024}),
         "sample tiles": (
             sampling.tiles_kernel,
@@ -449,7 +477,7 @@ def cases_for(arch: int) -> dict:
         return cases
     # The other kernels are the same everywhere, but for bf16 (from 80) and for launches before the end of the kernel
     # before (from 90). The sampler's take most of the time: once without both and once with both.
-    some = ("advance", "propose", "accept", "begin", "keep", "norm", "silu", "sample tiles")
+    some = ("advance", "propose", "accept", "begin", "keep", "norm", "norm parts", "silu", "sample tiles")
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
     cases.update(moe_gemv_cases(half, arch))
@@ -469,7 +497,14 @@ def cases_for(arch: int) -> dict:
     if arch in (75, 90):
         cases[f"rope partial {half}"] = rope_case(half, 80, 32, False)
         cases[f"gemv rows {half}"] = gemv_case(half, 3, 576, False)
+    if arch >= 80:
+        cases[f"few_rows {half}"] = few_rows_case(half, 1024, True)
+        cases[f"few_rows long {half}"] = few_rows_case(half, 3072, False)
     if arch == 90:
+        cases[f"rope parts {half}"] = rope_case(half, 128, 128, True, parts=4)
+        for rows in (8, 24, 64, 128):
+            cases[f"matmul {half} {rows}"] = matmul_case(half, rows)
+        cases[f"matmul {half} gated"] = matmul_case(half, 64, gated=True)
         cases.update(moe_cases("fp32", arch, (17,)))
         cases["prefill fp32"] = prefill_case("fp32", 64, 16, 0, 3)
         cases.update(mla_cases("fp32", arch, 16))

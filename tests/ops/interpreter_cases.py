@@ -17,9 +17,10 @@ from nanovllm.ops import activation, ngram, norm, sampler_state
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as triton_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import decode_state, drafts, gemv, qk_norm_rope
+from nanovllm.ops.triton import decode_state, drafts, few_rows, gemv, matmul, qk_norm_rope
 from nanovllm.ops.triton import norm as triton_norm
 from nanovllm.ops.triton import prefill_attention as prefill
+from nanovllm.ops.triton.common import empty_rows
 from tests.ops.kernel_rig import caches, paged_cache, rope_twin
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
@@ -201,19 +202,16 @@ def test_decode_head_dims(dtype, head_dim, group):
 
 
 def test_decode_launch_rule():
-    """The rule as documented: no split when the batch fills the card, none shorter than MIN_KEYS, at most 64; and three
-    compilations for all of them."""
-    assert decode.choose_launch(256, 8, 4096, 132).num_splits == 1
-    assert decode.choose_launch(132, 8, 4096, 132) == decode.DecodeLaunch(1)
-    assert decode.choose_launch(131, 8, 4096, 132) == decode.DecodeLaunch(1, 32, 2, 3)
-    assert decode.choose_launch(58, 8, 4096, 132) == decode.DecodeLaunch(1, 32, 2, 3)
-    assert decode.choose_launch(57, 8, 4096, 132).num_splits == 4
-    assert decode.choose_launch(1, 8, 1024, 132).num_splits == 16
-    assert decode.choose_launch(1, 8, 10**6, 132).num_splits == 64
+    """The rule as documented: no split when the batch fills the card, none shorter than MIN_KEYS; and two compilations
+    for all of them."""
+    splits = {batch: decode.choose_launch(batch, 8, 4096, 132).num_splits for batch in range(1, 300)}
+    assert [splits[batch] for batch in (1, 2, 3, 4, 5, 8, 16, 32, 48, 57)] == [32, 16, 16, 16, 32, 32, 16, 8, 4, 4]
+    assert all(splits[batch] == 1 for batch in range(58, 300))
+    assert decode.choose_launch(1, 8, 10**6, 132).num_splits == 32
+    assert decode.choose_launch(1, 8, 640, 132).num_splits == 8
     assert decode.choose_launch(1, 8, 63, 132).num_splits == 1
-    assert decode.choose_launch(40, 8, 4096, 132).num_splits == 4
     kinds = {replace(decode.choose_launch(batch, 8, 4096, 132), num_splits=1) for batch in range(1, 300)}
-    assert len(kinds) == 3
+    assert kinds == {decode.DecodeLaunch(1), decode.DecodeLaunch(1, prefetch=True)}
 
 
 @pytest.mark.parametrize(
@@ -231,6 +229,86 @@ def test_decode_launch_rule():
 def test_decode_launch_fits_the_card(head_dim, element_size, arch, expected):
     launch = decode.fit_launch(decode.DecodeLaunch(2), head_dim, element_size, arch)
     assert (launch.block_n, launch.num_warps, launch.num_stages) == expected
+
+
+@pytest.mark.parametrize(("parts", "size"), [(2, 63), (8, 64)])
+def test_norm_of_parts(parts, size):
+    """A product that comes in parts, rows with a room behind them."""
+    x, residual, weight = torch.randn(parts, 5, size), torch.randn(5, size).bfloat16(), torch.randn(size).bfloat16()
+    got, total = triton_norm.add_rms_norm(x, residual, weight, 1e-6)
+    assert got.dtype == total.dtype == torch.bfloat16
+    expected = (x.sum(0) + residual.float()).bfloat16()
+    close(total, expected)
+    close(got, norm.rms_norm(expected, weight, 1e-6))
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_rope_of_parts(has_norm):
+    qkv, weights = torch.randn(4, 3, 4 * 16), (torch.randn(16), torch.randn(16)) if has_norm else None
+    table, positions, slots = torch.randn(40, 16), torch.tensor([3, 0, 39]), torch.tensor([7, -1, 2])
+    found = []
+    for product in (qkv, qkv.sum(0)):
+        cache = torch.zeros(2, 2, 8, 1, 16)
+        q = qk_norm_rope.qk_norm_rope(product, weights, 1e-6, table, positions, cache[0], cache[1], slots, 2)
+        found.append((q, cache))
+    close(found[0][0], found[1][0])
+    close(found[0][1], found[1][1])
+
+
+MATMULS = [  # rows, outputs, inputs, splits, room behind x
+    (3, 80, 64, 1, True),
+    (16, 64, 128, 2, True),
+    (17, 70, 256, 4, False),
+    (40, 130, 64, 1, True),
+]
+
+
+@pytest.mark.parametrize(("rows", "outputs", "size", "splits", "has_room"), MATMULS)
+def test_matmul(rows, outputs, size, splits, has_room):
+    weight, bias = (torch.randn(outputs, size) / size**0.5).half(), torch.randn(outputs).half()
+    x = torch.randn(rows, size).half()
+    if has_room:  # whatever lies there
+        room = empty_rows(rows, size, weight)
+        assert room._base.fill_(torch.nan).shape[0] % 16 == 0
+        x = room.copy_(x)
+    launch = matmul.MatmulLaunch(16, 32, 1, splits)
+    expected = torch.nn.functional.linear(x.float(), weight.float())
+    for added in (None, bias):
+        got = matmul.matmul(x, weight, launch, added)
+        assert got.shape == ((rows, outputs) if splits == 1 else (splits, rows, outputs))
+        total = got.float() if splits == 1 else got.sum(0)
+        whole = expected if added is None else expected + added.float()
+        torch.testing.assert_close(total, whole, rtol=2e-3, atol=4e-3)
+        if splits == 1:
+            gated = matmul.matmul(x, weight, launch, added, gated=True)
+            torch.testing.assert_close(gated.float(), activation.silu_mul(whole), rtol=2e-3, atol=4e-3)
+
+
+def test_matmul_rule():
+    """Splits for two programs a multiprocessor, of whole steps; nothing where cuBLAS is faster."""
+    launch = matmul.choose_launch
+    assert launch(8, 1024, 2048) == matmul.MatmulLaunch(16, 128, 4, 8)
+    assert launch(64, 4096, 1024) == matmul.MatmulLaunch(64, 128, 3, 4)  # 8 steps: pieces of two
+    assert launch(20, 3072, 1024, gated=True) == matmul.MatmulLaunch(32, 128, 4)
+    assert launch(128, 1024, 3072).splits == 8
+    assert launch(128, 4096, 1024) is None
+    assert launch(65, 3072, 1024, gated=True) is None
+    assert launch(64, 6144, 4096) is None
+    assert launch(64, 4096, 12288).splits == 4
+    assert launch(9, 576, 576) is None  # no multiple of a step
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 1024), (8, 96), (5, 200)])
+def test_few_rows(rows, size):
+    x, weight, bias = torch.randn(rows, size), torch.randn(42, size) / size**0.5, torch.randn(42)
+    gain, residual = torch.randn(size), torch.randn(rows, 42)
+    tile = (16, 32, 2)
+    torch.testing.assert_close(few_rows.few_rows_linear(x, weight, bias, tile=tile), x @ weight.T + bias)
+    normed = norm.rms_norm(x, gain, 1e-5)
+    got = few_rows.few_rows_linear(x, weight, norm=(gain, 1e-5), residual=residual, tile=tile)
+    torch.testing.assert_close(got, normed @ weight.T + residual, rtol=1e-4, atol=1e-5)
+    got = few_rows.few_rows_linear(x, weight, bias, norm=(gain, 1e-5), gated=True, tile=tile)
+    torch.testing.assert_close(got, activation.silu_mul(normed @ weight.T + bias), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (1, 576), (1, 1024), (2, 576), (3, 1024), (8, 64)])

@@ -24,10 +24,12 @@ from nanovllm.ops.triton import (
     activation,
     decode_attention,
     decode_state,
+    few_rows,
     gemv,
     integers,
     integers_matmul,
     lanes,
+    matmul,
     mla_decode,
     mla_prefill,
     mla_rope,
@@ -97,9 +99,9 @@ def test_attention(compiled, by_head, scales):
         starts = ints(batch + 1 + skipped)[skipped:]
         prefill_attention.prefill_attention(q, *cache, starts, lens, tables, 0.1, scales=scales)
     assert {name: len(keys) for name, keys in compiled.items()} == {
-        "decode_kernel": 3 if scales is None else 2,
+        "decode_kernel": 2 if scales is None else 3,  # one or two rows ask for keys ahead; small tiles in 8 bits
         "merge_kernel": 1,
-        "prefill_kernel": 1,  # decode: tiles by the batch
+        "prefill_kernel": 1,
     }
 
 
@@ -177,6 +179,33 @@ def test_gemv(compiled):
     assert {rows for rows, _, _ in used} == {1, 2, 4}
     assert len(used) == 12
     assert len(compiled["gemv_kernel"]) <= len(used)
+
+
+def test_matmul(compiled, monkeypatch):
+    """Four tiles of rows in parts, and three with a gate. Every number of rows of a tile is served by the same
+    compilation, as is every weight of the same dtype."""
+    monkeypatch.setattr(matmul, "capability", lambda device: (9, 0))
+    for rows, (out_size, size) in itertools.product(
+        range(1, 300), [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
+    ):
+        x, weight = empty(rows, size), torch.empty(out_size, size, dtype=BF16, device="cpu")
+        for gated in (False, True) if out_size == 6144 else (False,):
+            if (launch := matmul.launch_for(x, weight, gated)) is not None:
+                matmul.matmul(x, weight, launch, gated=gated)
+    assert len(compiled["matmul_kernel"]) == 4 + 3
+
+
+def test_few_rows(compiled):
+    """Each of the four projections of a layer, and the head: one for all numbers of rows."""
+    norm_of = (empty(1024), 1e-6)
+    for rows in range(3, 9):
+        x, heads, middle = empty(rows, 1024), empty(rows, 2048), empty(rows, 3072)
+        few_rows.few_rows_linear(x, empty(4096, 1024), norm=norm_of)
+        few_rows.few_rows_linear(heads, empty(1024, 2048), residual=x)
+        few_rows.few_rows_linear(x, empty(6144, 1024), norm=norm_of, gated=True)
+        few_rows.few_rows_linear(middle, empty(1024, 3072), residual=x)
+        few_rows.few_rows_linear(x, empty(70000, 1024))
+    assert len(compiled["few_rows_kernel"]) == 5
 
 
 def test_integers(compiled, monkeypatch):

@@ -20,6 +20,7 @@ from nanovllm.layers.scaled_attention import scaled_layers
 from nanovllm.ops import kv_cache
 from nanovllm.ops.kv_cache import E4M3, expand_kv
 from nanovllm.ops.opset import PLAIN, triton_ops
+from nanovllm.ops.triton import matmul
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import build, captured_steps
 from nanovllm.runner.model_runner import ModelRunner
@@ -118,6 +119,31 @@ def test_tokens_are_those_of_the_plain_runner(
     for request, one, other in zip(requests, device, plain):
         assert tokens(one) == tokens(other), request
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3), request
+
+
+def test_products_in_parts(tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that RoPE and norms complete, and gates inside of a product, as on Hopper; with biases."""
+    used: list[bool] = []
+
+    def launch_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> matmul.MatmulLaunch | None:
+        used.append(gated)
+        splits = 2 if x.shape[1] % 16 == 0 and not gated else 1
+        return matmul.MatmulLaunch(16, 8, 1, splits) if x.shape[1] % 8 == 0 else None
+
+    prompts, params = (
+        [{"prompt_token_ids": ids} for ids, _ in REQUESTS[:2]],
+        SamplingParams(temperature=0, max_tokens=3),
+    )
+    path = str(tiny("llama-mqa-bias").path)
+    with LLM(path, **OPTIONS) as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    monkeypatch.setattr(matmul, "launch_for", launch_for)
+    with LLM(path, **OPTIONS) as llm:
+        on_device(llm)
+        found = llm.generate(prompts, params, use_tqdm=False)
+    assert set(used) == {True, False}
+    assert [tokens(output) for output in found] == [tokens(output) for output in plain]
 
 
 FEW = [31, 32, 33]  # a lookup of single tokens is right now and then

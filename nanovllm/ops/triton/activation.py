@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import dependent_launch, next_power_of_2, start_next, wait_for_last
+from nanovllm.ops.triton.common import dependent_launch, empty_rows, next_power_of_2, start_next, wait_for_last
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, DEPE
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    out = empty_rows(rows, size, gate_up) if out is None else out
     assert gate_up.stride(1) == 1
     assert out.is_contiguous()
     if rows == 0:

@@ -26,6 +26,15 @@ Keep the memory busy. A program computes on one tile of keys while the next is c
 programs of the multiprocessor hide the rest of the latency. Page ids are carried round the loop, loaded one tile ahead:
 then the pipeliner sees keys with known addresses, instead of spending a stage on the chain "page id, then keys".
 
+Longest first. Programs start in the order of the rows, and the runner sorts these by their length, so that the card
+ends on small pieces of work (H200, a whole step of Qwen3-0.6B with the lengths of `main`, us, as they come / sorted:
+128 rows 5,167 / 4,746, 192 rows 5,826 / 5,563, 256 rows 6,370 / 6,159).
+
+Tried, and not better. Every program takes an equal share of all tiles of all rows, which may end in the middle of a
+row: 2 to 9 % faster than unsorted rows where lengths vary, which is what sorting gains too, and 2 to 5 % slower where
+they do not. Halves of a batch on two streams, so that one's products run beside the other's attention: 1 % faster at
+128 rows, 2 to 12 % slower elsewhere.
+
 Measured on an H200 (bf16, 16/8 heads x 128, blocks of 64 slots; share of a plain read's 4.46 TB/s):
 
     keys a tile, warps, stages      256 rows x 840 keys     64 x 1024, 4 splits
@@ -61,6 +70,7 @@ from nanovllm.ops.triton.common import (
     dot,
     next_power_of_2,
     num_multiprocessors,
+    prefetch,
     start_next,
     wait_for_last,
 )
@@ -68,9 +78,8 @@ from nanovllm.ops.triton.e4m3 import beside_e4m3, form_of, from_e4m3
 from nanovllm.ops.triton.prefill_attention import check_paged, key_offsets, page_ids, softmax_step
 
 MIN_KEYS = 64  # a split shorter than this costs more to merge than it saves
-MAX_SPLITS = 64
 MERGE_TILE = 16  # parts that the merge adds at a time
-FEW_ROWS = 4  # see choose_launch
+PER_SM = {2: 2, 4: 4, 2**31: 16}  # rows -> programs for each multiprocessor, see choose_launch
 
 
 @triton.jit
@@ -91,7 +100,7 @@ def decode_kernel(
     scale, q_stride, block_stride, slot_stride, head_stride, table_stride, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
-    FORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    FORM: tl.constexpr, PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     start_next(DEPENDENT)
     head = tl.program_id(0) % NUM_KV_HEADS
@@ -101,11 +110,17 @@ def decode_kernel(
     begin, per_split = split_range(context_len, num_splits, WINDOW, STEP)
     lo = begin + split * per_split
     hi = tl.minimum(lo + per_split, context_len)
+    if (lo >= hi) & (split > 0):  # split 0 of an empty row stays, to write its zeros; and to wait
+        return
     table_ptr = tables_ptr + row * table_stride
     pages = page_ids(table_ptr, lo, hi, BLOCK_SIZE, BLOCK_N)
+    if PREFETCH:
+        LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
+        line = tl.minimum(tl.arange(0, (D + LINE - 1) // LINE)[None, :] * LINE, HEAD_DIM - 1)
+        first = key_offsets(pages, lo, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N) + line + head * head_stride
+        prefetch(k_ptr + first)
+        prefetch(v_ptr + first)
     wait_for_last(DEPENDENT)
-    if (lo >= hi) & (split > 0):  # split 0 of an empty row stays, to write its zeros
-        return
 
     g = tl.arange(0, ROWS)
     d = tl.arange(0, D)[None, :]
@@ -215,33 +230,44 @@ class DecodeLaunch:
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 2
+    prefetch: bool = False  # the first keys are asked for before the kernel before has ended
 
 
 def choose_launch(batch: int, num_kv_heads: int, max_context_len: int, num_sms: int) -> DecodeLaunch:
-    """No split where the programs fill the card at least three and a half times over, else enough splits for sixteen
-    programs a multiprocessor, none under MIN_KEYS of the longest context.
+    """No split where the programs fill the card at least three and a half times over, else so many that `PER_SM`
+    programs a multiprocessor are reached, none under MIN_KEYS of the longest context.
 
-    Splits let a long row share its work, but their parts are written, read and merged by a second kernel, 6 us a layer.
-    Measured on an H200 (16/8 heads x 128, us: no split with 32 keys a tile, no split with 64, 4 splits with 64):
+    Splits let a long row share its work, but their parts are written, read and merged by a second kernel. Measured on
+    an H200 as whole steps of Qwen3-0.6B, us, of rows with 768 to 800 tokens / with lengths as they are in the workload
+    `main`, longest first (b: tiles of 32 keys, 2 warps, 3 stages; else the default):
 
-        equal lengths           32 x 1024  37  44  42     lengths from         32 rows   56  61  43
-                                48 x 1024  52  54  59     100 to 2000,         48 rows   62  66  58
-                                64 x 512   37  37  43     evenly drawn         64 rows   82  86  80
-                                64 x 1024  67  66  74                          96 rows  118 121 118
-                                64 x 2048 127 127 135                         128 rows  155 155 147
-                                96 x 1024  98 105 106                         256 rows  265 264 261
-                               128 x 768  104  98 107
+        rows    1 split        2 splits       4              8              16             32 or 64
+        1                                                                   622 / 671      616 / 648    646 / 679
+        2                                                                   726 / 824      741 / 848    762 / 860
+        4                                                    955 / 1,063    969 / 1,011    971 / 1,048  974 / 1,065
+        16                                    1,276 / 1,546  1,262 / 1,518  1,284 / 1,527
+        32      1,636 / 2,531b 1,687 / 2,179  1,678 / 2,160  1,663 / 2,147
+        48      2,043 / 3,000b 2,186 / 2,832  2,170 / 2,808
+        64      2,369 / 3,429  2,545 / 3,383
+        72      3,157 / 3,862  2,904 / 3,897  b: 2,910 / 4,155
+        96      3,352 / 4,382  3,343 / 4,438  b: 3,202 / 4,562
+        128     3,886 / 4,917  4,043 / 5,106  b: 4,267 / 5,128
+        160     4,887 / 5,630  4,910 / 5,699  b: 5,268 / 5,596
+        256     6,837 / 5,765  7,091 / 6,090  b: 7,412 / 5,778
 
-    Splits are a power of two, so that the graphs of neighbouring batch sizes add in the same order. Few rows have a
-    tile or two a split, and gain by loading one more ahead (us, 2 and 3 stages: 1 x 384 6.0, 4.4; 1 x 768 7.0, 5.7; 8 x
-    768 11.6, 12.3).
+    Splits are a power of two, so that the graphs of neighbouring batch sizes add in the same order. One or two rows ask
+    for their first keys before they wait (616 instead of 621 us for one, 726 instead of 732 for two); with more rows
+    that is slower.
     """
     programs = batch * num_kv_heads
     if 2 * programs >= 7 * num_sms:
-        return DecodeLaunch(1) if programs >= 8 * num_sms else DecodeLaunch(1, block_n=32, num_warps=2, num_stages=3)
-    longest = max(1, max_context_len // MIN_KEYS)
-    splits = previous_power_of_2(max(1, min(16 * num_sms // programs, longest, MAX_SPLITS)))
-    return DecodeLaunch(splits, num_stages=3 if batch <= FEW_ROWS else 2)
+        return DecodeLaunch(1)
+    return DecodeLaunch(_choose_splits(batch, programs, max_context_len, num_sms), prefetch=batch <= 2)
+
+
+def _choose_splits(batch: int, programs: int, max_context_len: int, num_sms: int) -> int:
+    per_sm = next(number for rows, number in PER_SM.items() if batch <= rows)
+    return previous_power_of_2(max(1, min(per_sm * num_sms // programs, max_context_len // MIN_KEYS)))
 
 
 def previous_power_of_2(n: int) -> int:
@@ -308,7 +334,7 @@ def decode_attention(
         q, k_cache, v_cache, scales, out, workspace.parts, workspace.logsums, context_lens, block_tables,
         scale * LOG2E, q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         splits, NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=max(16, next_power_of_2(group)), BLOCK_SIZE=block_size,
-        BLOCK_N=launch.block_n, FORM=form_of(k_cache, scales), **shared,
+        BLOCK_N=launch.block_n, FORM=form_of(k_cache, scales), PREFETCH=launch.prefetch, **shared,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if splits > 1:
@@ -322,12 +348,14 @@ def decode_attention(
 def launch_for(q: torch.Tensor, num_kv_heads: int, max_context_len: int, is_e4m3: bool = False) -> DecodeLaunch:
     """choose_launch and fit_launch for a query tensor [batch, num_q_heads, head_dim] on its device.
 
-    With a cache of 8-bit floats small tiles are best, but for few rows (H200, 32/8 heads x 128, us, 64 keys with 2 and
-    3 stages, 32 keys: 256 rows x 840 174, 152, 135; 64 x 768 53, 45, 41; 8 x 768 11.9, 12.2, 9.8; 1 x 384 4.2, 4.4,
-    5.8).
+    With a cache of 8-bit floats a program computes more than it reads: small tiles are best, but for few rows, and
+    splits at any batch that they bring to 16 programs a multiprocessor (H200, steps of Qwen3-8B in ms, even / uneven:
+    64 rows 4.89 / 5.76 with 4 splits, 5.07 / 6.95 without; 128 rows 6.41 / 7.31 with 2, 6.56 / 7.44 without; 256 rows
+    10.3 with 2, 9.8 without).
     """
-    launch = choose_launch(q.shape[0], num_kv_heads, max_context_len, num_multiprocessors(q.device))
-    if is_e4m3:
-        tile = (64, 4, 2) if q.shape[0] <= FEW_ROWS else (32, 2, 3)
-        launch = DecodeLaunch(launch.num_splits, *tile)
-    return fit_launch(launch, q.shape[2], q.element_size(), capability(q.device))
+    (batch, _, head_dim), num_sms = q.shape, num_multiprocessors(q.device)
+    launch = choose_launch(batch, num_kv_heads, max_context_len, num_sms)
+    if is_e4m3 and batch > 4:
+        splits = _choose_splits(batch, batch * num_kv_heads, max_context_len, num_sms)
+        launch = DecodeLaunch(splits, block_n=32, num_warps=2, num_stages=3)
+    return fit_launch(launch, head_dim, q.element_size(), capability(q.device))

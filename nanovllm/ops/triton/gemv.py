@@ -84,7 +84,7 @@ def finish(
     out_size,
     eps,
     SIZE: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
+    num_rows,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -105,7 +105,7 @@ def finish(
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * up_total
     offsets = r[None, :] * out_size + n[:, None]
-    ok = inside[:, None] & (r[None, :] < NUM_ROWS)
+    ok = inside[:, None] & (r[None, :] < num_rows)
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + offsets, mask=ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=ok)

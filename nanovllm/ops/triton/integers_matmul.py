@@ -43,19 +43,23 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.ops import integers
 from nanovllm.ops.triton.common import (
     INTERPRETED,
     dependent_launch,
     dot,
+    has_copy_engine,
     next_power_of_2,
     num_multiprocessors,
     start_next,
     wait_for_last,
+    with_room,
 )
 
 COLUMNS = tl.constexpr(integers.COLUMNS)
+DESC_ROWS = 64  # x in tiles of so many rows is copied by the bulk copy engine
 
 
 def unpack_form(weight: Any, dtype: torch.dtype) -> tuple[int, int, int, str, str]:
@@ -181,6 +185,7 @@ def integer_matmul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    USE_DESC: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_next(DEPENDENT)
@@ -188,20 +193,24 @@ def integer_matmul_kernel(
     SIZE: tl.constexpr = FORM[0]
     LENGTH: tl.constexpr = 512 // FORM[1]  # inputs of a block of 16 words
     NUM_BLOCKS: tl.constexpr = (SIZE + LENGTH - 1) // LENGTH
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Programs with the same weights and other rows run beside each other: the second finds them in the cache.
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(2) * split_blocks
     row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0: cheaper than a mask on every weight
     word_ptrs = words_ptr + row.to(tl.int64)[:, None] * (NUM_BLOCKS * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
     k = tl.arange(0, LENGTH)
     # Rows past the end read the first ones: they are not stored, and a mask would cost two instructions a load. Not the
     # last one: so many reads of one line made a product of 96 rows take twice as long as one of 128.
-    x_ptrs = x_ptr + (m % num_rows).to(tl.int64)[:, None] * x_stride + k[None, :]
+    if not USE_DESC:
+        x_ptrs = x_ptr + (m % num_rows).to(tl.int64)[:, None] * x_stride + k[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in tl.range(first, tl.minimum(first + split_blocks, NUM_BLOCKS)):
         words = tl.load(word_ptrs + block * COLUMNS)
         factors = load_factors(factors_ptr, row, block, out_size, FORM[2])
-        if SIZE % LENGTH == 0:
+        if USE_DESC:
+            x = x_ptr.load([tl.program_id(0) * BLOCK_M, block * LENGTH])
+        elif SIZE % LENGTH == 0:
             x = tl.load(x_ptrs + block * LENGTH)
         else:
             x = tl.load(x_ptrs + block * LENGTH, mask=(k < SIZE - block * LENGTH)[None, :], other=0.0)
@@ -300,8 +309,10 @@ def integer_matmul(
     out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device)
     partial = out if splits == 1 else torch.empty((splits, rows, out_size), dtype=torch.float32, device=x.device)
     pointer = x if bias is None else bias
-    integer_matmul_kernel[(triton.cdiv(out_size, block_n), triton.cdiv(rows, block_m), splits)](
-        x,
+    use_desc = has_copy_engine(x.device) and block_m >= DESC_ROWS and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    box = [block_m, integers.block_length(weight.bits)]
+    integer_matmul_kernel[(triton.cdiv(rows, block_m), triton.cdiv(out_size, block_n), splits)](
+        TensorDescriptor.from_tensor(with_room(x, block_m), box) if use_desc else x,
         weight.words,
         weight.factors,
         pointer,
@@ -314,6 +325,7 @@ def integer_matmul(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         HAS_BIAS=bias is not None and splits == 1,
+        USE_DESC=use_desc,
         num_warps=warps,
         num_stages=stages,
         **launch,

@@ -3,14 +3,22 @@
 One program owns one row and holds it in registers, so x and the residual are read once and the sum and the normed row
 written once: 4 passes over a row against 9 or so for separate operators, and one launch. The sum is rounded to the
 input dtype before its squares are taken, and the normed row before the product with the weight, as the twin does.
-`residual_out` may be the residual itself.
+`residual_out` may be the residual itself. A product that comes in parts (`matmul.py`) is added up on the way.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import dependent_launch, next_power_of_2, start_next, wait_for_last
+from nanovllm.ops.triton.common import (
+    dependent_launch,
+    empty_rows,
+    load_sum,
+    next_power_of_2,
+    parts_of,
+    start_next,
+    wait_for_last,
+)
 
 
 @triton.jit
@@ -21,10 +29,12 @@ def norm_kernel(
     out_ptr,
     residual_out_ptr,
     x_stride,
+    part_stride,
     residual_stride,
     eps,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -35,7 +45,7 @@ def norm_kernel(
     weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
     wait_for_last(DEPENDENT)
     dtype = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
+    x = load_sum(x_ptr + row * x_stride + i, inside, part_stride, PARTS)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * residual_stride + i, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(dtype)
@@ -46,7 +56,7 @@ def norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = empty_rows(len(x), x.shape[1], x)
     _launch(x, None, weight, eps, out, None)
     return out
 
@@ -59,16 +69,17 @@ def add_rms_norm(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, x + residual). x and residual are [rows, size] with any row stride; the outputs are contiguous."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual_out is None else residual_out
+    """(normed, x + residual). x [rows, size] or [parts, rows, size] and residual [rows, size], with any row stride; the
+    outputs are contiguous."""
+    out = empty_rows(len(residual), residual.shape[1], residual) if out is None else out
+    residual_out = torch.empty_like(out) if residual_out is None else residual_out
     _launch(x, residual, weight, eps, out, residual_out)
     return out, residual_out
 
 
 def _launch(x, residual, weight, eps, out, residual_out) -> None:
-    rows, size = x.shape
-    assert x.stride(1) == 1
+    (rows, size), (parts, part_stride) = out.shape, parts_of(x)
+    assert x.stride(-1) == 1
     assert out.is_contiguous()
     assert residual_out is None or residual_out.is_contiguous()
     if rows == 0:
@@ -80,11 +91,13 @@ def _launch(x, residual, weight, eps, out, residual_out) -> None:
         weight,
         out,
         out if residual_out is None else residual_out,
-        x.stride(0),
+        x.stride(-2),
+        part_stride,
         0 if residual is None else residual.stride(0),
         eps,
         SIZE=size,
         TILE=tile,
+        PARTS=parts,
         HAS_RESIDUAL=residual is not None,
         DEPENDENT=dependent,
         launch_pdl=dependent,

@@ -1,9 +1,9 @@
 """Everything between the qkv projection and attention in one kernel: q/k norm, RoPE, and the write into the KV cache.
 
 Input is the packed output of the projection, [tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]: q heads, then k,
-then v. Output: q [tokens, num_q_heads, head_dim], and k and v in the paged caches at `slots` (int64 [tokens]; a
-negative one is padding and writes nothing to the cache). Apart these are four memory-bound operators of a few
-microseconds each; together they read qkv once and write it once.
+then v; or parts of it, which are added up here (`matmul.py`). Output: q [tokens, num_q_heads, head_dim], and k and v in
+the paged caches at `slots` (int64 [tokens]; a negative one is padding and writes nothing to the cache). Apart these are
+four memory-bound operators of a few microseconds each; together they read qkv once and write it once.
 
 One program owns HEADS heads of one token, as a 2-D tile with the two halves of a head in two tiles, because
 RoPE pairs element i with i + rot_dim / 2:
@@ -22,17 +22,24 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton.common import dependent_launch, next_power_of_2, start_next, wait_for_last
+from nanovllm.ops.triton.common import (
+    dependent_launch,
+    load_sum,
+    next_power_of_2,
+    parts_of,
+    start_next,
+    wait_for_last,
+)
 from nanovllm.ops.triton.e4m3 import to_e4m3
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def qk_norm_rope_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr, v_cache_ptr,
-    scales_ptr, qkv_stride, block_stride, slot_stride, head_stride, eps,
+    scales_ptr, qkv_stride, part_stride, block_stride, slot_stride, head_stride, eps,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROT_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HAS_NORM: tl.constexpr,
-    E4M3: tl.constexpr, DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr, E4M3: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     start_next(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -52,12 +59,12 @@ def qk_norm_rope_kernel(
     slot = tl.load(slots_ptr + token)
     wait_for_last(DEPENDENT)
     base = qkv_ptr + token * qkv_stride + head * HEAD_DIM
-    a = tl.load(base + i, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(base + half + i, mask=inside, other=0.0).to(tl.float32)
+    a = load_sum(base + i, inside, part_stride, PARTS)
+    b = load_sum(base + half + i, inside, part_stride, PARTS)
     if REST > 0:  # the part of a head that is normed but not rotated
         j = ROT_DIM + tl.arange(0, REST)[None, :]
         rest_inside = exists & (j < HEAD_DIM)
-        c = tl.load(base + j, mask=rest_inside, other=0.0).to(tl.float32)
+        c = load_sum(base + j, rest_inside, part_stride, PARTS)
     if HAS_NORM:
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
         if REST > 0:
@@ -117,19 +124,22 @@ def qk_norm_rope(
     num_q_heads: int,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns q; stores k and v. norm_weights = (q weight, k weight), each [head_dim], or None for a model without.
+    """Returns q; stores k and v. qkv [tokens, width] or, with a cache of the model's dtype, [parts, tokens, width].
+    norm_weights = (q weight, k weight), each [head_dim], or None for a model without.
 
     cos_sin [max_position, rot_dim] as in `ops/rotary.py`; caches [num_blocks, block_size, num_kv_heads, head_dim] with
     equal strides. `scales`: of caches in 8-bit floats (`ops/kv_cache.py`).
     """
-    num_tokens = qkv.shape[0]
+    num_tokens, (parts, part_stride) = qkv.shape[-2], parts_of(qkv)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    out = qkv.new_empty((num_tokens, num_q_heads, head_dim))
+    dtype = qkv.dtype if parts == 1 else k_cache.dtype
+    out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=dtype, device=qkv.device)
     if num_tokens == 0:
         return out
     rot_dim = cos_sin.shape[1]
-    assert qkv.shape[1] == (num_q_heads + 2 * num_kv_heads) * head_dim
-    assert qkv.stride(1) == 1
+    assert qkv.shape[-1] == (num_q_heads + 2 * num_kv_heads) * head_dim
+    assert qkv.stride(-1) == 1
+    assert parts == 1 or scales is None
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride(3) == 1
     assert cos_sin.is_contiguous()
@@ -140,11 +150,11 @@ def qk_norm_rope(
     dependent = dependent_launch(qkv.device)
     qk_norm_rope_kernel[(num_tokens, triton.cdiv(total_heads, heads))](
         qkv, q_weight, k_weight, cos_sin, positions, slots, out, k_cache, v_cache, scales,
-        qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
+        qkv.stride(-2), part_stride, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROT_DIM=rot_dim, BLOCK_SIZE=block_size,
         HEADS=heads, HALF=next_power_of_2(rot_dim // 2),
         REST=next_power_of_2(head_dim - rot_dim) if rot_dim < head_dim else 0,
-        HAS_NORM=norm_weights is not None, E4M3=scales is not None, DEPENDENT=dependent, launch_pdl=dependent,
-        num_warps=1 if heads == 2 else 4,
+        HAS_NORM=norm_weights is not None, PARTS=parts, E4M3=scales is not None,
+        DEPENDENT=dependent, launch_pdl=dependent, num_warps=1 if heads == 2 else 4,
     )  # fmt: skip
     return out
