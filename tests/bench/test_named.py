@@ -62,6 +62,18 @@ def test_limits_are_the_published_ones(model: str, name: str, limit: float) -> N
     assert found == pytest.approx(limit, rel=0.015 if is_prefill and config.moe else 0.005)
 
 
+def test_integers_read_less_and_compute_as_much() -> None:
+    """The limit of a prompt is that of 16 bits, that of a decode is not."""
+    config = ModelConfig.from_hf(json.loads((MODELS / "qwen3-8b/config.json").read_text()))
+    plain, small = ModelFacts(config), ModelFacts(config, quantization="int4-128")
+    limits = {}
+    for name in ("prefill 16x1024", "1x256"):
+        workload, _ = parse_workload(name)
+        limits[name] = [limit_seconds(workload, facts, CEILINGS["NVIDIA H200"]) for facts in (plain, small)]
+    assert limits["prefill 16x1024"][0] == limits["prefill 16x1024"][1]
+    assert limits["1x256"][1] < 0.4 * limits["1x256"][0]
+
+
 def test_two_ranks_read_half_each() -> None:
     whole = ModelFacts(ModelConfig.from_hf(json.loads((MODELS / "qwen3-8b/config.json").read_text())))
     workload, _ = parse_workload("8x512")

@@ -28,7 +28,6 @@ warps on an H200 60 gave another result. `hold` makes the sums an input of somet
 Measured on an H200, int4 in groups of 128, us (16 bits by cuBLAS):
 
     rows          6144 x 4096      4096 x 4096      24576 x 4096     4096 x 12288
-    8              9.6 (16.4)       7.3 (12.8)       23.3 (54.0)      14.3 (31.3)
     64            13.1 (17.5)      10.2 (12.2)       35.2 (52.2)      20.3 (33.1)
     128           19.9             14.5              59.7             30.4
     256           32.4 (24)        21.8 (18)        102   (80)        50.4 (49)
@@ -215,9 +214,7 @@ def integer_matmul_kernel(
         else:
             x = tl.load(x_ptrs + block * LENGTH, mask=(k < SIZE - block * LENGTH)[None, :], other=0.0)
         weight = unpack(words, factors, x.dtype, FORM)
-        total += dot(weight, tl.trans(x))
-        if BLOCK_M > 8:
-            total = hold(total)
+        total = hold(total + dot(weight, tl.trans(x)))
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
     out_ptr += tl.program_id(2).to(tl.int64) * num_rows * out_size
@@ -340,10 +337,10 @@ def integer_matmul(
 
 def choose_tile(rows: int, out_size: int, size: int) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages), the best of a dozen for each size of the table above. Four warps for each 64
-    outputs are what Hopper's instruction takes at once; 8 rows are below what it takes, and warps multiply alone."""
-    block_m = min(128, max(8, next_power_of_2(rows)))
-    if block_m == 8:
-        return (8, 64, 4, 4) if out_size >= 16384 else (8, 128, 8, 3)
+    outputs are what Hopper's instruction takes at once. Tiles of 8 rows, with an instruction that warps execute alone,
+    were fast by themselves (8 rows: 9.6, 7.3, 23.3, 14.3 us) and slow in a model: a step of Qwen3-8B with 8 rows and
+    384 tokens of context took 4.26 ms, with tiles of 16 rows 3.20."""
+    block_m = min(128, max(16, next_power_of_2(rows)))
     if block_m == 16 or (block_m == 32 and out_size > 4096):
         return block_m, 128, 4, 4 if block_m == 16 else 3
     if block_m == 64 and size > 8192:
