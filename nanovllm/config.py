@@ -24,7 +24,7 @@ SPECIAL_TOKENS_IN_TEXT = ("allow", "refuse", "escape")
 POLICIES = ("fcfs", "sjf", "priority")
 EXPERT_PLACEMENTS = ("auto", "resident", "offload")
 EXPERT_POLICIES = ("lfu", "lru", "none")
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "draft_model")
 EXECUTORS = ("local", "mp", "multiprocess", "ray", "torchrun")
 LATENT_BACKENDS = ("triton.mla", "torch.mla")  # for latent attention (DeepSeek), which the others do not compute
 ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math", *LATENT_BACKENDS)
@@ -80,20 +80,25 @@ def _flat_eplb(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-SPECULATIVE_NAMES = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+SPECULATIVE_NAMES = {
+    "method": "speculative_method",
+    "model": "speculative_model",
+    **{name: name for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")},
+}
 
 
 def _flat_speculation(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     """vLLM's speculative_config, a dictionary, as the options of this engine."""
-    known = ("method", *SPECULATIVE_NAMES)
-    if not isinstance(given, dict) or not given.keys() <= {*known, "model"}:
-        raise ConfigError(f"speculative_config={given!r}: must be a dictionary with some of {', '.join(known)}")
-    if given.get("model") not in (None, "ngram", "[ngram]"):  # older scripts name the method so
-        raise ConfigError(f"speculative_config={given!r}: there are no draft models; the method 'ngram' needs none")
-    method = given.get("method") or ("ngram" if given.get("model") else None)
-    if method is None:
+    if not isinstance(given, dict) or not given.keys() <= SPECULATIVE_NAMES.keys():
+        raise ConfigError(
+            f"speculative_config={given!r}: must be a dictionary with some of {', '.join(SPECULATIVE_NAMES)}"
+        )
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("model") in ("ngram", "[ngram]"):  # older scripts name the method so
+        given = {"method": "ngram", **{name: value for name, value in given.items() if name != "model"}}
+    if "method" not in given and "model" not in given:
         raise ConfigError(f"speculative_config={given!r}: has no method; possible: {', '.join(SPECULATIVE_METHODS)}")
-    found = {"speculative_method": method, **{name: given[name] for name in SPECULATIVE_NAMES if name in given}}
+    found = {SPECULATIVE_NAMES[name]: value for name, value in {"method": "draft_model", **given}.items()}
     for name, value in found.items():
         if options.get(name) not in (None, value):
             raise ConfigError(f"{name}={options[name]!r} and speculative_config={given!r} differ: give one")
@@ -123,9 +128,8 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     max_wait_steps: int | None = 64  # sjf: a waiting request is passed over for at most so many steps; None = no aging
     decode_steps: int | None = None  # decode steps per launch when no request waits; None = a default for the device
-    speculative_method: str | None = (
-        None  # guess tokens and verify them: ngram = by what followed the same tokens before
-    )
+    speculative_method: str | None = None  # guess tokens and verify them: by what followed before, or a smaller model
+    speculative_model: str | None = None  # draft_model: that model; it has the same vocabulary
     num_speculative_tokens: int = 4  # most guesses for a sequence in one step
     prompt_lookup_max: int | None = None  # ngram: most tokens that are compared; None = prompt_lookup_min, or 5
     prompt_lookup_min: int | None = None  # ngram: fewest that must be the same; None = prompt_lookup_max, or 5
@@ -151,7 +155,7 @@ class EngineConfig:
     special_tokens_in_text: str = "allow"  # control tokens in a user's text are allowed, refused or escaped
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "generation_config"):
+        for name in ("model", "tokenizer", "generation_config", "speculative_model"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
         if not isinstance(self.model, str) or not self.model:
@@ -216,8 +220,16 @@ class EngineConfig:
         return given[0], given[-1]
 
     def _check_speculation(self) -> None:
-        if self.speculative_method is not None:
-            _choice("speculative_method", self.speculative_method, SPECULATIVE_METHODS)
+        method, model = self.speculative_method, self.speculative_model
+        if method is not None:
+            _choice("speculative_method", method, SPECULATIVE_METHODS)
+        if model is not None and (not isinstance(model, str) or not model):
+            raise ConfigError(f"speculative_model={model!r}: give a folder, a .gguf file, an alias or a repository id")
+        if (method == "draft_model") != (model is not None):
+            raise ConfigError(
+                f"speculative_method={method!r}, speculative_model={model!r}: a model that guesses goes with the "
+                f"method 'draft_model', and that method needs one; give both or neither"
+            )
         _count("num_speculative_tokens", self.num_speculative_tokens, 1, 16, "4 is a good start")
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:

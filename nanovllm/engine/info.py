@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 
 def describe(engine: LLMEngine) -> dict[str, Any]:
     config, limits = engine.config, engine.scheduler.limits
-    lookup = {"speculative_method": config.speculative_method, "prompt_lookup": list(config.prompt_lookup)}
-    speculation = {**lookup, "num_speculative_tokens": limits.num_drafts} if limits.num_drafts else {}
+    speculation: dict[str, Any] = {}
+    if limits.num_drafts:
+        speculation = {"speculative_method": config.speculative_method, "num_speculative_tokens": limits.num_drafts}
+        if config.speculative_model is None:
+            speculation["prompt_lookup"] = list(config.prompt_lookup)
+        else:
+            speculation["speculative_model"] = config.speculative_model
     return {
         "model": config.model,
         "architecture": engine.model_config.architecture,

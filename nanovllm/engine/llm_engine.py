@@ -241,7 +241,8 @@ class LLMEngine:
         with self._change():
             self._made, self.unread = self.unread, {}
             # With a grammar, or guesses of which some may be right, a plan needs the tokens of the one before.
-            depth = 1 if alone or self._num_grammars or self.scheduler.drafts.most else self.executor.overlap
+            waits = self.scheduler.drafts.need_tokens(len(self.scheduler.running), [f[0] for f in self._flights])
+            depth = 1 if alone or self._num_grammars or waits else self.executor.overlap
             while len(self._flights) < depth and self._launch_next():
                 pass
             if self._flights:

@@ -70,8 +70,7 @@ class DecoderLayer(Layer):
         super().__init__()
         build, eps = parts.build, config.rms_norm_eps
         self.ops = build.ops
-        # Sums over ranks or experts prevent it.
-        self.fuses = config.moe is None and style.attention is None and build.parallel.size == 1
+        self.fuses = config.moe is None and style.attention is None and build.parallel.size == 1  # no sums between
         self.attention_norm = RMSNorm(config.hidden_size, eps, build)
         sizes, biases = (config.hidden_size, spec, config.num_kv_heads), (style.qkv_bias, style.out_bias)
         self.attention: Any  # an Attention or a LatentAttention

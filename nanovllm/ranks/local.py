@@ -21,7 +21,7 @@ from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.offload.cache import ExpertStats
 from nanovllm.moe.offload.offload import Offload
 from nanovllm.moe.rebalance import Balancer
-from nanovllm.runner.build import Blueprint, build_model, logged, open_balancer
+from nanovllm.runner.build import Blueprint, build_draft, build_model, logged, open_balancer
 from nanovllm.runner.expert_memory import card_bytes
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.memory import fit_cache
@@ -62,16 +62,17 @@ class LocalExecutor:
         config = self.blueprint.config
         if self.device.is_gpu and config.gpu_memory_gb is not None:
             self.device.limit_memory(card_bytes(config, self.device))
-        model = build_model(self.blueprint, self._own)
+        draft = build_draft(self.blueprint)
+        model = build_model(self.blueprint, self._own, draft)
         self.balancer = open_balancer(self.blueprint, model)
         self.num_parameters, self.weight_bytes = count_weights(model)
         self.formats = formats_of(model)
         with logged("memory of the largest step measured"):
-            self.layout = fit_cache(self.blueprint, model)
+            self.layout = fit_cache(self.blueprint, model, draft)
         if self.offload is not None:
             self.offload.forget()  # all tokens of the trial step are 0: its experts are not those of real text
         with logged("cache allocated and graphs captured"):
-            self.runner = self.blueprint.make_runner(model, self.layout)
+            self.runner = self.blueprint.make_runner(model, self.layout, draft)
             self.runner.use_balancer(self.balancer)
             if not config.enforce_eager:
                 self.runner.capture()

@@ -18,6 +18,7 @@ from nanovllm.attention.base import attention_specs, expanded_bytes
 from nanovllm.attention.native_backend import NativeBackend
 from nanovllm.attention.select import BackendChoice, select_backend
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
 from nanovllm.hardware.device import Device
 from nanovllm.hardware.disk_memory import DiskMemory
 from nanovllm.hardware.host import cache_folder
@@ -40,12 +41,13 @@ from nanovllm.moe.offload.offload import Offload
 from nanovllm.moe.rebalance import Balancer, add_places
 from nanovllm.moe.scaled import scaled_expert_targets
 from nanovllm.ops.opset import choose_ops
-from nanovllm.runner.drafter import make_drafter
+from nanovllm.runner.draft_model import DraftModel
+from nanovllm.runner.drafter import Drafter, NgramDrafter
 from nanovllm.runner.expert_memory import check_expert_ranks, open_offload, size_experts
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.low_rank import LowRank, open_low_rank
-from nanovllm.runner.model_runner import ModelRunner, captures_attention, runs_on_device
+from nanovllm.runner.model_runner import ModelRunner, captures_attention, captures_prompts, runs_on_device
 from nanovllm.runner.no_effect import options_without_effect
 from nanovllm.runner.quantization import (
     choose_kv_dtype,
@@ -56,8 +58,9 @@ from nanovllm.runner.quantization import (
     report_stored,
     scaled_facts,
 )
-from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.loader import check_weights, load_dummy, load_weights
+from nanovllm.weights.resolve import resolve_model
 
 logger = logging.getLogger("nanovllm")
 
@@ -115,14 +118,44 @@ class Blueprint:
         parts = Parts(build, backend, self.limits.max_model_len, experts)
         return find_family(self.model_config)(self.model_config, parts).eval()
 
-    def make_runner(self, model: Transformer, layout: CacheLayout) -> ModelRunner:
-        on_device = runs_on_device(model, self.device)
-        drafter = make_drafter(self.config)
+    def make_runner(self, model: Transformer, layout: CacheLayout, draft: Transformer | None = None) -> ModelRunner:
+        """`draft`: the model that guesses."""
+        on_device, config = runs_on_device(model, self.device), self.config
+        drafter: Drafter | None = None
+        if draft is not None:
+            sizes = (self.limits, config.max_num_seqs, config.num_speculative_tokens)
+            drafter = DraftModel(draft, layout, self.device, *sizes, reads_host=not captures_prompts(draft))
+        elif config.speculative_method is not None:
+            drafter = NgramDrafter(config.prompt_lookup, config.num_speculative_tokens)
         return ModelRunner(model, layout, self.device, self.limits, self.config.max_num_seqs, on_device, drafter)
 
 
-def build_model(blueprint: Blueprint, own: Callable[[Offload], None]) -> Transformer:
-    """`own` gets the Offload as soon as it has memory: the caller closes it, also if this function fails."""
+def build_draft(blueprint: Blueprint) -> Transformer | None:
+    """The model that guesses for that of the blueprint, if there is one."""
+    config, name = blueprint.config, blueprint.config.speculative_model
+    if name is None:
+        return None
+    with contextlib.closing(open_checkpoint(resolve_model(name))) as checkpoint:
+        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        wanted = blueprint.model_config.vocab_size
+        if model.vocab_size != wanted:
+            raise ConfigError(
+                f"speculative_model={name!r} has {model.vocab_size} tokens, the model that it guesses for {wanted}: a "
+                f"guess is a token of both, so take a smaller model of the same family"
+            )
+        if model.moe is not None:
+            raise ConfigError(f"speculative_model={name!r} is a mixture of experts: take a dense, smaller model")
+        own = replace(config, model=name, speculative_method=None, speculative_model=None, kv_cache_dtype="auto")
+        plan = (own, model, checkpoint, blueprint.device, blueprint.limits, blueprint.parallel)
+        try:
+            return build_model(Blueprint.draw(*plan), lambda _: None)
+        except ConfigError as error:
+            raise ConfigError(f"speculative_model={name!r}: {error}") from None
+
+
+def build_model(blueprint: Blueprint, own: Callable[[Offload], None], draft: Transformer | None = None) -> Transformer:
+    """`own` gets the Offload as soon as it has memory: the caller closes it, also if this function fails. `draft`:
+    whose kernels are compiled too."""
     device, dtype = blueprint.device, blueprint.dtype
     ops, alone = choose_ops(device.is_gpu, dtype), blueprint.parallel.size == 1
     packing = choose_packing(blueprint.config, blueprint.checkpoint, device.is_gpu, ops)
@@ -141,7 +174,7 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None]) -> Transfo
     model = blueprint.make_model(build, experts if offload is None else offload.experts)
     expect_types(model, blueprint.checkpoint, model.rules)
     with logged("weights loaded and kernels compiled"):
-        wait_for_kernels = _compile_ahead(blueprint, model)
+        wait_for_kernels = _compile_ahead(blueprint, model, draft)
         disk = DiskMemory(cache_folder()) if placement == "disk" else None
         _load(blueprint, model, offload, packing, disk, scales)
         wait_for_kernels()
@@ -235,12 +268,12 @@ def _load(
         offload.watch_gates(model.router_weights())
 
 
-def _compile_ahead(blueprint: Blueprint, model: Transformer) -> Callable[[], None]:
+def _compile_ahead(blueprint: Blueprint, model: Transformer, draft: Transformer | None) -> Callable[[], None]:
     """Kernels are compiled in threads while weights load: start-up of Qwen3-0.6B on an H200 with an empty kernel cache
     took 23.6 s without. Not with offloaded experts: uninitialised router outputs would choose them."""
     if not (runs_on_device(model, blueprint.device) and captures_attention(model) and model.graph_safe):
         return lambda: None
     from nanovllm.ops.triton.compile_ahead import compile_ahead
 
-    trial = blueprint.make_runner(model, CacheLayout(blueprint.limits.block_size, 1, 0))
+    trial = blueprint.make_runner(model, CacheLayout(blueprint.limits.block_size, 1, 0), draft)
     return compile_ahead(trial.launch_every_kernel, blueprint.device.torch_device)

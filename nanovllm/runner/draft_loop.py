@@ -1,9 +1,9 @@
 """DraftLoop: decode steps that guess tokens and verify them, captured like those of the DecodeLoop, without the host.
 
-One graph is: guess (ops/triton/drafts.py:propose), forward pass of 1 + n rows for each sequence, draw a token of each,
-keep those that are right (accept). It is replayed num_steps times a visit; a sequence then stands where its own right
-guesses have brought it, which the host learns at the end of the visit. verify.py says why the output is that without
-guesses.
+One graph is: guess (ops/triton/drafts.py:propose, or DraftModel.guess), forward pass of 1 + n rows for each sequence,
+draw a token of each, keep those that are right (accept). It is replayed num_steps times a visit; a sequence then stands
+where its own right guesses have brought it, which the host learns at the end of the visit. verify.py says why the
+output is that without guesses.
 
 Graphs are captured for a few batch sizes and numbers of guesses: with many sequences the card is busy, and a row that
 may be dropped costs what it takes. A plan that no graph fits is replayed without guesses.
@@ -23,13 +23,16 @@ from nanovllm.hardware.staging import Transfers
 from nanovllm.layers.attention import KVCache
 from nanovllm.models.transformer import Transformer
 from nanovllm.runner.decode_loop import MAX_STEPS
+from nanovllm.runner.draft_model import DraftModel
+from nanovllm.runner.drafter import NgramDrafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.samplers import DeviceSampler
 from nanovllm.runner.step import Bounds, StepOutput, draw_from, step_of
+from nanovllm.scheduling.drafts import MAX_SEQS
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
-SIZES = (1, 2, 4, 8, 16)  # sequences
+SIZES = (1, 2, 4, 8, MAX_SEQS)  # sequences
 MAX_ROWS = 64  # of a graph: beyond, products take longer with every row
 
 
@@ -71,6 +74,11 @@ class DraftState:
             zeros(MAX_ROWS, num_blocks, dtype=small),
         )
 
+    @property
+    def fed(self) -> tuple[torch.Tensor, ...]:
+        """What the step is fed, as `propose` and `feed` write it."""
+        return self.rows, self.tokens, self.positions, self.context_lens, self.slots
+
     def first(self, size: int, num_drafts: int) -> DraftState:
         counts = [size] * 5 + [size * (1 + num_drafts)] * 7
         return DraftState(*(getattr(self, field.name)[:count] for field, count in zip(fields(self), counts)))
@@ -85,12 +93,11 @@ class DraftLoop:
         tables: RowTables,
         transfers: Transfers,
         sampler: DeviceSampler,
-        lookup: tuple[int, int],
+        drafter: NgramDrafter | DraftModel,
         max_model_len: int,
     ) -> None:
-        """`lookup`: (fewest, most) tokens that are compared."""
         self._model, self._caches, self._batch, self._tables = model, caches, batch, tables
-        self._transfers, self._sampler, self._lookup = transfers, sampler, lookup
+        self._transfers, self._sampler, self._drafter = transfers, sampler, drafter
         self._max_model_len, device = max_model_len, transfers.device
         num_rows, num_blocks = tables.tables.shape
         self._history = torch.zeros(num_rows, max_model_len + 1, dtype=torch.int32, device=device)
@@ -107,13 +114,12 @@ class DraftLoop:
         pairs = {(size, length) for size in sizes for length in lengths if length and size * (1 + length) <= MAX_ROWS}
         return sorted(pairs, key=lambda pair: -pair[0] * (1 + pair[1]))
 
-    def capture(self, capture: Capture, lengths: Sequence[int]) -> None:
-        """`lengths`: numbers of guesses that plans will have."""
-        for graph in self._graphs(lengths):
+    def capture(self, capture: Capture) -> None:
+        for graph in self._graphs(self._drafter.lengths):
             self._replays[graph] = capture(partial(self._compute, *graph))
 
-    def compute_each(self, lengths: Sequence[int]) -> None:
-        for graph in self._graphs(lengths):
+    def compute_each(self) -> None:
+        for graph in self._graphs(self._drafter.lengths):
             self._compute(*graph)
 
     def find(self, plan: StepPlan) -> tuple[int, int] | None:
@@ -129,6 +135,8 @@ class DraftLoop:
     def launch(self, plan: StepPlan, graph: tuple[int, int]) -> Callable[[], StepResult]:
         """Returns a function that waits for the result."""
         size, num = graph
+        if isinstance(self._drafter, DraftModel):
+            self._drafter.catch_up(plan.entries)
         state = self._begin(plan, size, num)
         reports = self._sampler.reports([entry for entry in plan.entries for _ in range(1 + num)])
         for _ in range(plan.num_steps):
@@ -155,6 +163,8 @@ class DraftLoop:
                     logprobs.append([scores[i * (1 + num) + at][step] for at, step in places])
                 self._batch.extend(entry.seq_id, tokens[-1])
                 self._num_known[self._batch.row(entry.seq_id)] += len(tokens[-1])
+                if isinstance(self._drafter, DraftModel):
+                    self._drafter.reached(entry.seq_id)
             return StepResult(tokens, logprobs or None, num_drafted=guessed.sum(1).tolist())
 
         return result
@@ -194,9 +204,12 @@ class DraftLoop:
         from nanovllm.ops.triton.drafts import accept, propose
 
         s = self._state.first(size, num)
-        rows = (s.rows, s.tokens, s.positions, s.context_lens, s.slots)
         ints, block_size = self._sampler.state.ints, self._batch.block_size
-        propose((s.lanes, s.ends), self._history, self._tables.tables, ints, rows, self._lookup, num, block_size)
+        text = (self._history, self._tables.tables, ints)
+        if isinstance(self._drafter, DraftModel):
+            self._drafter.guess(s, *text, num)
+        else:
+            propose((s.lanes, s.ends), *text, s.fed, self._drafter.lookup, num, block_size)
         count = size * (1 + num)
         bounds = Bounds(count, self._max_model_len)
         starts = self._arange[: count + 1]
@@ -204,4 +217,4 @@ class DraftLoop:
         hidden = self._model(step, self._caches)
         out = self._newest[size, num] = draw_from(self._model, hidden, s.rows, s.context_lens, self._sampler.draw)
         outputs = (s.samples, s.kept, s.guessed)
-        accept((s.lanes, s.ends, s.steps), self._history, rows, out.drawn.tokens, outputs, num)
+        accept((s.lanes, s.ends, s.steps), self._history, s.fed, out.drawn.tokens, outputs, num)

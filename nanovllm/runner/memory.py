@@ -12,14 +12,16 @@ from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.model_runner import runs_on_device, try_largest_step
 
 
-def fit_cache(blueprint: Blueprint, model: Transformer) -> CacheLayout:
+def fit_cache(blueprint: Blueprint, model: Transformer, draft: Transformer | None = None) -> CacheLayout:
+    """A block has K and V of the draft model too, if there is one."""
+    specs = [*model.specs, *(draft.specs if draft is not None else ())]
     config, limits, size = blueprint.config, blueprint.limits, blueprint.limits.block_size
     # Every rank must have as many blocks: the one with the least room decides.
     spare = blueprint.parallel.gather_numbers(_spare_bytes(blueprint, model))
-    layout = CacheLayout.fit(spare, model.specs, size, config.num_kvcache_blocks)
+    layout = CacheLayout.fit(spare, specs, size, config.num_kvcache_blocks)
     most = config.max_num_seqs * -(-limits.max_model_len // size)
     if config.num_kvcache_blocks is None and layout.num_blocks > most and not blueprint.device.is_gpu:
-        return CacheLayout(size, most, block_bytes(model.specs, size))  # more could never be used at once
+        return CacheLayout(size, most, block_bytes(specs, size))  # more could never be used at once
     return layout
 
 

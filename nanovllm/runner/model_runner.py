@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -36,6 +36,7 @@ from nanovllm.moe.rebalance import Balancer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
 from nanovllm.runner.draft_loop import DraftLoop
+from nanovllm.runner.draft_model import DraftModel
 from nanovllm.runner.drafter import Drafter, NgramDrafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.kv_cache import CacheLayout, allocate
@@ -43,13 +44,12 @@ from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.recorded_decodes import RecordedDecodes, can_record
 from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.samplers import DeviceSampler, HostSampler, StepSampler
-from nanovllm.runner.step import Bounds, StepInputs, StepOutput, compute, step_of, unstored_step
+from nanovllm.runner.step import Bounds, StepOutput, compute, send_step, step_of, unstored_step
 from nanovllm.runner.verify import verify
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
-TABLES = [field.name for field in fields(StepInputs)].index("block_tables")
 LOGIT_ROWS = 256  # prompt logprobs are made in pieces of so many rows: [256, vocab] in fp32 is 156 MB at 152k tokens
 
 
@@ -104,6 +104,8 @@ class ModelRunner:
         self.sampler: StepSampler = HostSampler(self.batch)
         if on_device:
             self.sampler = DeviceSampler(self.batch, num_rows, model.head.vocab_size, self.transfers)
+        if isinstance(drafter, DraftModel):
+            drafter.join(self.batch, self.transfers, self.sampler.draw)
         self._captured = CapturedSteps(self._compute, self.transfers, num_rows, num_blocks, limits.max_model_len)
         self._recorded: RecordedDecodes | None = None
         if can_record(model):
@@ -123,17 +125,10 @@ class ModelRunner:
                 self.transfers,
                 self.sampler.draw,
             )
-            if isinstance(drafter, NgramDrafter) and isinstance(self.sampler, DeviceSampler) and model.graph_safe:
-                self._draft_loop = DraftLoop(
-                    model,
-                    self._caches,
-                    self.batch,
-                    self._tables,
-                    self.transfers,
-                    self.sampler,
-                    drafter.lookup,
-                    limits.max_model_len,
-                )
+            known = isinstance(drafter, (NgramDrafter, DraftModel))
+            if known and isinstance(self.sampler, DeviceSampler) and model.graph_safe:
+                parts = (self._caches, self.batch, self._tables, self.transfers, self.sampler)
+                self._draft_loop = DraftLoop(model, *parts, drafter, limits.max_model_len)  # type: ignore[arg-type]
 
     # ---- before the first plan ---------------------------------------------------------------------------------
 
@@ -142,8 +137,8 @@ class ModelRunner:
         if self._loop is None:
             return
         self._loop.capture(shared_pool())
-        if self._draft_loop is not None and self.drafter is not None:
-            self._draft_loop.capture(shared_pool(), self.drafter.lengths)
+        if self._draft_loop is not None:
+            self._draft_loop.capture(shared_pool())
         if self.model.graph_safe and not self._reads_host:
             self._captured.capture(shared_pool(), self._max_num_tokens)
 
@@ -162,8 +157,8 @@ class ModelRunner:
         if not self._reads_host:
             self._captured.compute_smallest()  # first: it has the kernels that take longest to compile
         self._loop.compute_each()
-        if self._draft_loop is not None and self.drafter is not None:
-            self._draft_loop.compute_each(self.drafter.lengths)
+        if self._draft_loop is not None:
+            self._draft_loop.compute_each()
         self.warm_up()
 
     def use_balancer(self, balancer: Balancer | None) -> None:
@@ -188,6 +183,8 @@ class ModelRunner:
         self.batch.apply(plan)
         if self._loop is not None:
             self._tables.apply(plan)
+        if self.drafter is not None:
+            self.drafter.apply(plan)
         if self._draft_loop is not None:
             self._draft_loop.apply(plan)
         self.sampler.arrive(plan.arrivals)
@@ -219,12 +216,9 @@ class ModelRunner:
         inputs = self.batch.inputs(entries, offset, scored.values())
         out = None if scored or self.measures else (self._recorded or self._captured).run(inputs)
         if out is None:
-            sent = self.transfers.send(inputs.arrays())
             bounds = Bounds(inputs.num_decodes, self._max_model_len, measures=self.measures)
-            if self._reads_host:
-                host = inputs.host_lens(self.layout.block_size, sent[TABLES])
-                bounds = replace(bounds, max_context_len=int(inputs.context_lens.max()), host=host)
-            out = self._compute(sent, bounds)
+            reads_host = self.layout.block_size if self._reads_host else None
+            out = self._compute(*send_step(inputs, self.transfers, bounds, reads_host))
             self.measures = False  # not if the step failed: then nothing of it stays in the cache
         self.count(out, len(inputs.tokens))
         return out

@@ -11,13 +11,14 @@ all pass through `step_of` and `compute`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBatch, HostLens
+from nanovllm.hardware.staging import Transfers
 from nanovllm.layers.attention import KVCache, Step
 from nanovllm.models.transformer import Transformer
 from nanovllm.moe.load import choices_of
@@ -96,6 +97,9 @@ class StepInputs:
         return HostLens(np.diff(self.query_starts).tolist(), context_lens, spans)
 
 
+TABLES = [field.name for field in fields(StepInputs)].index("block_tables")
+
+
 @dataclass(frozen=True)
 class Bounds:
     """What is known of a step on the host beside its tensors."""
@@ -119,6 +123,21 @@ def step_of(
     known = (bounds.num_decodes, bounds.max_context_len, bounds.host, bounds.measures)
     batch = AttentionBatch(query_starts, context_lens, block_tables, slots, *known)
     return Step(tokens, positions, logit_rows, batch)
+
+
+def send_step(
+    inputs: StepInputs,
+    transfers: Transfers,
+    bounds: Bounds,
+    reads_host: int | None = None,
+) -> tuple[list[torch.Tensor], Bounds]:
+    """The arrays of `inputs` on the device, and what is known of them on the host. `reads_host`: the block size, where
+    attention is not graph_safe."""
+    sent = transfers.send(inputs.arrays())
+    if reads_host is None:
+        return sent, bounds
+    host = inputs.host_lens(reads_host, sent[TABLES])
+    return sent, replace(bounds, max_context_len=int(inputs.context_lens.max()), host=host)
 
 
 def unstored_step(lens: list[int], block_size: int, num_blocks: int, device: torch.device, num_logits: int = 0) -> Step:

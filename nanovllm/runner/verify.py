@@ -36,7 +36,8 @@ def verify(plan: StepPlan, batch: InputBatch, drafter: Drafter, call: Call) -> S
     logprobs: list[list[Any]] = [[] for _ in plan.entries]
     num_drafted = [0] * len(plan.entries)
     for _ in range(plan.num_steps):
-        drafts = [_propose(entry, batch, drafter, plan.num_drafts) for entry in plan.entries]
+        guesses = drafter.propose_all(batch, plan.entries, plan.num_drafts)
+        drafts = [_allowed(entry, batch, draft) for entry, draft in zip(plan.entries, guesses)]
         rows = [row for entry, draft in zip(plan.entries, drafts) for row in batch.add_draft(entry.seq_id, draft)]
         drawn, first = call(rows).drawn, 0
         found = drawn.tokens.tolist()
@@ -50,9 +51,9 @@ def verify(plan: StepPlan, batch: InputBatch, drafter: Drafter, call: Call) -> S
     return StepResult(tokens, logprobs, num_drafted=num_drafted)
 
 
-def _propose(entry: PlanEntry, batch: InputBatch, drafter: Drafter, most: int) -> np.ndarray:
-    draft, row = drafter.propose(batch.tokens(entry.seq_id), most), batch.row(entry.seq_id)
-    grammar = batch.arrival(entry.seq_id).params.structured_outputs
-    if isinstance(grammar, Grammar) and len(draft):  # what it forbids would be dropped
+def _allowed(entry: PlanEntry, batch: InputBatch, draft: np.ndarray) -> np.ndarray:
+    """Without what a grammar forbids, and what follows it: it would be dropped."""
+    grammar, row = batch.arrival(entry.seq_id).params.structured_outputs, batch.row(entry.seq_id)
+    if isinstance(grammar, Grammar) and len(draft):
         draft = draft[: grammar.num_allowed(batch.sampling_row(row).output_ids, draft)]
-    return draft.copy()  # a view of the tokens that are about to change
+    return draft.copy()  # it may be a view of the tokens that are about to change

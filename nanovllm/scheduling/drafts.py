@@ -12,6 +12,7 @@ The output does not depend on it. There is no clock here: `record` is told how l
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from nanovllm.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from nanovllm.scheduling.scheduler import SchedulerLimits
 
+MAX_SEQS = 16  # of a plan with guesses: with more a machine is busy, and a row that is dropped costs what a row costs
 TRIALS = 3  # plans of each length before lengths are compared
 RETRY = 16
 NEWEST = 0.4  # weight of the newest plan in the mean of tokens: a text that begins to repeat itself counts at once
@@ -82,14 +84,15 @@ def _rounded(num_seqs: int) -> int:
 
 class Drafts:
     def __init__(self, most: int) -> None:
-        self.most, self.length = most, DraftLength(most)
+        self.most, self.length, self.max_seqs = most, DraftLength(most), MAX_SEQS
 
     def reserve(
         self, chosen: list[tuple[Sequence, int]], num_steps: int, limits: SchedulerLimits, blocks: BlockManager
     ) -> int:
         """StepPlan.num_drafts for these sequences (and tokens to feed). Each gets blocks as if all guesses were right.
-        0 beside prompts, and where there are too few free blocks: no sequence is preempted for a guess."""
-        if not self.most or not chosen:
+        0 beside prompts, behind a plan in flight, and where there are too few free blocks: no sequence is preempted for
+        a guess."""
+        if not self.most or not 0 < len(chosen) <= self.max_seqs or any(seq.num_pending for seq, _ in chosen):
             return 0
         if num_steps == 1 and any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
             return 0
@@ -104,6 +107,11 @@ class Drafts:
             reserved = blocks.reserve(seq, extra)
             assert reserved
         return num_drafts
+
+    def need_tokens(self, num_seqs: int, plans: Iterable[StepPlan]) -> bool:
+        """Whether the next plan of so many sequences must wait for the tokens of those in flight: it may guess, or one
+        of them does, so that nobody knows yet where its sequences will stand."""
+        return bool(self.most) and (num_seqs <= self.max_seqs or any(plan.num_drafts for plan in plans))
 
     def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int]:
         """(guesses that were verified, those that were right) of a row of the result. Where a stop has cut its tokens,

@@ -40,7 +40,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     decode_steps: int = 1
-    num_drafts: int = 0  # most tokens that may be guessed for a sequence in one step; then plans must not overlap
+    num_drafts: int = 0  # most tokens that may be guessed for a sequence in one step
 
 
 @dataclass

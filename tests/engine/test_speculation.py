@@ -15,6 +15,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
+from nanovllm.runner.drafter import TokenDrafter
 from tests.tiny_models import EOS, TinyModel
 
 MakeLLM = Callable[..., LLM]
@@ -34,7 +35,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Knowing:
+class Knowing(TokenDrafter):
     """Proposes what the answers have, with a wrong token now and then."""
 
     lengths = (4, 2, 0)
@@ -199,7 +200,7 @@ def test_an_abort_and_a_failure_leave_nothing(make_llm: MakeLLM, llama: TinyMode
     assert engine.stats.num_drafted
     engine.abort_request("gone")
 
-    class Broken:
+    class Broken(TokenDrafter):
         lengths = (4, 2, 0)
 
         def propose(self, token_ids: np.ndarray, most: int) -> np.ndarray:
@@ -231,7 +232,10 @@ def test_eos_inside_guesses(make_llm: MakeLLM, llama: TinyModel) -> None:
     ("given", "said"),
     [
         ({"method": "eagle"}, "one of ngram"),
-        ({"method": "draft_model", "model": "x"}, "no draft models"),
+        ({"method": "mtp"}, "one of ngram, draft_model"),
+        ({"method": "draft_model"}, "give both or neither"),
+        ({"method": "ngram", "model": "x"}, "give both or neither"),
+        ({"method": "draft_model", "model": ""}, "give a folder"),
         ({"num_speculative_tokens": 3}, "has no method"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "in [1, 16]"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "lower the former"),

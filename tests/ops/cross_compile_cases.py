@@ -382,6 +382,8 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     lane_types = ["*i32"] * 3 + ["*i64", "*i32", "*i64", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 3
     proposed = ["*i32", "*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i64", "*i32", "*i64"] + ["i32"] * 3
     accepted = ["*i32", "*i64", "*i32", "*i32", "*i32", "*i64", "*i64", "*i64", "*i32", "*i32"] + ["i32"] * 3
+    fed = ["*i32", "*i64", "*i32", "*i32", "*i32", "*i64", "*i32", "*i64", "*i64", "*i32", "*i64"] + ["i32"] * 4
+    feeding = {"FIRST": 0, "COUNT": 5, "GROUP": 8, "HAS_DRAWN": True, "VERIFIES": True, "BLOCK_SIZE": 16}
     guesses = {"NUM": 4, "GROUP": 8}
     lookup = {"SHORTEST": 2, "LONGEST": 5, "BLOCK_SIZE": 16, "TILE": drafts.TILE}
     warps = {"sample tiles": 2, "sample pick": 8, "sample search": sampling_search.SEARCH_WARPS, "sample report": 8}
@@ -410,6 +412,7 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
             {"ALL_TILES": 1024, "BLOCK": 4096, "WIDTH": 21},
         ),
         "propose": (drafts.propose_kernel, proposed, {**guesses, **lookup}),
+        "feed": (drafts.feed_kernel, fed, feeding),
         "accept": (drafts.accept_kernel, accepted, guesses),
         "advance": (decode_state.advance_kernel, state, {"BLOCK_SIZE": 16, "TILE": 256}),
         "begin": (lanes.begin_kernel, lane_types, {"BLOCK_SIZE": 16, "TILE": 128}),
@@ -477,7 +480,7 @@ def cases_for(arch: int) -> dict:
         return cases
     # The other kernels are the same everywhere, but for bf16 (from 80) and for launches before the end of the kernel
     # before (from 90). The sampler's take most of the time: once without both and once with both.
-    some = ("advance", "propose", "accept", "begin", "keep", "norm", "norm parts", "silu", "sample tiles")
+    some = ("advance", "propose", "feed", "accept", "begin", "keep", "norm", "norm parts", "silu", "sample tiles")
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
     cases.update(moe_gemv_cases(half, arch))

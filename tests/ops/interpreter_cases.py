@@ -384,6 +384,40 @@ def test_propose_and_accept(num, lookup, monkeypatch):
     assert (kept[:, 1] > 1).any()
 
 
+@pytest.mark.parametrize(("places", "verifies"), [(range(-1, 1), False), (range(2, 3), False), (range(4), True)])
+def test_feed(places, verifies):
+    """Tokens of the text before and behind its end, the newest of them just drawn; of lanes that are padding, that may
+    not guess, that begin, and that end with the text's room."""
+    width, block_size, count = 12, 4, len(places)
+    rows, ends = torch.tensor([1, -1, 2, 0, 3], dtype=torch.int32), torch.tensor([5, 7, 6, 0, 10])
+    history = torch.arange(4 * width, dtype=torch.int32).view(4, width)
+    tables = torch.tensor([[5, 6, 7], [2, 0, 1], [8, 9, 3], [11, 4, 10]], dtype=torch.int32)
+    ints = torch.zeros(4, sampler_state.NUM_INTS, dtype=torch.int32)
+    ints[2, sampler_state.ROW_FLAGS] = sampler_state.FLAG_PENALTIES
+    drawn = torch.tensor([70, 71, 72, 73, 74]) if places.stop > 1 else None
+    kinds = (torch.int32, torch.int64, torch.int64, torch.int32, torch.int64)
+    given = tuple(torch.full((5 * count,), 77, dtype=kind) for kind in kinds) if verifies else None
+    before = history.clone()
+    fed = drafts.feed((rows, ends), history, tables, ints, drawn, places, block_size, given)
+    assert given is None or all(a is b for a, b in zip(fed, given))
+    expected = before.clone()
+    for lane, row in enumerate(rows.tolist()):
+        for i, place in enumerate(places):
+            at = int(ends[lane]) + place
+            found = [int(part.view(5, count)[lane, i]) for part in fed]
+            may = row >= 0 and 0 <= at < width and (row != 2 or (verifies and i == 0))
+            if not may:
+                assert found == [-1, 0, 0, 0, -1]
+                continue
+            is_newest = drawn is not None and i == count - 1
+            token = int(drawn[lane]) if is_newest else int(before[row, at])
+            slot = int(tables[row, at // block_size]) * block_size + at % block_size
+            assert found == [row, token, at, at + 1, slot]
+            if is_newest:
+                expected[row, at] = token
+    assert torch.equal(history, expected)
+
+
 def test_advance():
     block_size, rows = 4, 5
     context_lens = torch.tensor([4, 0, 3, 8, 1], dtype=torch.int32)

@@ -81,7 +81,8 @@ class Setup:
     max_num_batched_tokens: int = 16
     max_model_len: int = 1000
     decode_steps: int = 1
-    num_drafts: int = 0  # needs depth 0
+    num_drafts: int = 0
+    max_draft_seqs: int = 2**31
     depth: int = 0  # plans made ahead of the one being committed
     policy: str = "fcfs"
     max_wait_steps: int | None = None
@@ -97,7 +98,9 @@ class Setup:
         steps = (self.decode_steps, self.num_drafts)
         limits = SchedulerLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, *steps)
         blocks = BlockManager(self.num_blocks, self.block_size, self.caching)
-        return Scheduler(limits, blocks, make_policy(self.policy, self.max_wait_steps))
+        scheduler = Scheduler(limits, blocks, make_policy(self.policy, self.max_wait_steps))
+        scheduler.drafts.max_seqs = self.max_draft_seqs
+        return scheduler
 
 
 def expected(request: Request, setup: Setup) -> tuple[list[int], str] | None:
@@ -289,6 +292,9 @@ class Simulation:
             self._sequences[seq.seq_id] = seq
 
     def _advance(self, idle_ok: bool) -> None:
+        drafts, running = self.scheduler.drafts, self.scheduler.running
+        while self._flights and drafts.need_tokens(len(running), [flight.plan for flight in self._flights]):
+            self._commit()
         plan = self.scheduler.schedule()
         for seq in self.scheduler.take_ended():
             self._note(seq)

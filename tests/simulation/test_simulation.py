@@ -39,14 +39,14 @@ def random_setup(rng: random.Random, **fixed: object) -> Setup:
         "decode_steps": rng.choice([1, 1, 2, 5, 8]),
         "depth": rng.choice([0, 0, 1, 2]),
         "num_drafts": rng.choice([0, 1, 3, 4]),
+        "max_draft_seqs": rng.choice([1, 2, 100]),
         "policy": policy,
         "max_wait_steps": max_wait_steps,
         "caching": rng.random() < 0.85,
         "failure_rate": rng.choice([0.0, 0.0, 0.05]),
         "seed": rng.randrange(2**32),
     }
-    options |= fixed
-    return Setup(**{**options, "num_drafts": 0 if options["depth"] else options["num_drafts"]})
+    return Setup(**{**options, **fixed})
 
 
 def random_requests(rng: random.Random, setup: Setup, num: int, aborts: bool = True) -> list[Request]:
@@ -120,12 +120,13 @@ def test_output_is_the_same_for_every_policy_cache_k_drafts_and_overlap() -> Non
     assert len(base) == len(requests)
     for policy, max_wait_steps in POLICIES:
         for num_blocks, block_size in [(17, 4), (40, 4), (68, 1), (9, 8)]:
-            for decode_steps, depth, num_drafts in [(1, 0, 0), (1, 2, 0), (4, 1, 0), (8, 0, 0), (1, 0, 3), (3, 0, 2)]:
+            for decode_steps, depth, num_drafts in [(1, 0, 0), (1, 2, 0), (4, 1, 0), (8, 0, 0), (1, 0, 3), (3, 1, 2)]:
                 setup = Setup(
                     num_blocks=num_blocks,
                     block_size=block_size,
                     decode_steps=decode_steps,
                     num_drafts=num_drafts,
+                    max_draft_seqs=2,
                     depth=depth,
                     policy=policy,
                     max_wait_steps=max_wait_steps,

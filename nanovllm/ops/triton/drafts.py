@@ -1,4 +1,4 @@
-"""Guessed tokens in a captured decode step: `propose` before the forward pass, `accept` after tokens were drawn.
+"""Guessed tokens in a captured decode step: `propose` or `feed` before the forward pass, `accept` after the draw.
 
 A *lane* is a running sequence; a graph of NUM guesses computes 1 + NUM rows for each lane, the newest token and the
 guesses, as if each were the decode of a sequence of its own (runner/verify.py says why that is right). All that a step
@@ -9,6 +9,9 @@ so that a maximum over tiles is the best place). One program owns one lane and r
 16 KB, from the L2 cache. Guesses that do not exist become padding rows: row -1, context length 0, slot -1. So do all
 guesses of a lane whose sampling depends on the tokens before (penalties, bad words): its state on the device has only
 tokens that are certain.
+
+`feed` makes rows of tokens that lie in the text, at places counted from its end; guesses of a draft model are written
+there one by one, behind the end, as they are drawn.
 
 `accept` keeps the first drawn token and those after right guesses, writes them behind the text, and moves the end.
 Each lane counts its own steps, so no program waits for another.
@@ -91,6 +94,57 @@ def propose_kernel(
     tl.store(slots_ptr + here, slot, mask=ours)
 
 
+@triton.jit(do_not_specialize=["history_stride", "history_width", "table_stride", "table_width"])
+def feed_kernel(
+    lanes_ptr,
+    ends_ptr,
+    history_ptr,
+    tables_ptr,
+    ints_ptr,
+    drawn_ptr,
+    rows_ptr,
+    tokens_ptr,
+    positions_ptr,
+    lens_ptr,
+    slots_ptr,
+    history_stride,
+    history_width,
+    table_stride,
+    table_width,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+    VERIFIES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    lane = tl.program_id(0).to(tl.int64)
+    row = tl.load(lanes_ptr + lane).to(tl.int64)
+    live = row >= 0
+    end = tl.load(ends_ptr + lane)
+    may_guess = live & ((tl.load(ints_ptr + row * _INTS + _FLAGS, mask=live, other=0) & _CERTAIN) == 0)
+    i = tl.arange(0, GROUP)
+    position = end + FIRST + i
+    exists = (position >= 0) & (position < history_width) & (i < COUNT)
+    active = may_guess & exists
+    if VERIFIES:  # the newest token is fed in any case
+        active = active | (live & (i == 0))
+    text = history_ptr + row * history_stride
+    token = tl.load(text + position, mask=active, other=0).to(tl.int64)
+    if HAS_DRAWN:  # the newest guess, which is not in the text yet
+        newest = tl.load(drawn_ptr + lane)
+        token = tl.where(i == COUNT - 1, newest, token)
+        tl.store(text + position, newest.to(tl.int32), mask=active & (i == COUNT - 1))
+    reserved = active & (position < table_width * BLOCK_SIZE)
+    block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=reserved, other=0).to(tl.int64)
+    here, ours = lane * COUNT + i, i < COUNT
+    tl.store(rows_ptr + here, tl.where(active, row, -1).to(tl.int32), mask=ours)
+    tl.store(tokens_ptr + here, tl.where(active, token, 0), mask=ours)
+    tl.store(positions_ptr + here, tl.where(active, position, 0), mask=ours)
+    tl.store(lens_ptr + here, tl.where(active, position + 1, 0).to(tl.int32), mask=ours)
+    tl.store(slots_ptr + here, tl.where(reserved, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=ours)
+
+
 @triton.jit(do_not_specialize=["history_stride", "history_width", "out_stride"])
 def accept_kernel(
     lanes_ptr,
@@ -132,7 +186,7 @@ def accept_kernel(
 
 
 Lanes = tuple[torch.Tensor, torch.Tensor]
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Rows = tuple[torch.Tensor, ...]  # five: row, token, position, context length, slot
 
 
 def propose(
@@ -153,6 +207,32 @@ def propose(
     facts = {"NUM": num, "GROUP": next_power_of_2(1 + num), "SHORTEST": shortest, "LONGEST": longest}
     facts |= {"BLOCK_SIZE": block_size, "TILE": TILE}
     propose_kernel[(len(lanes[0]),)](*lanes, history, tables, ints, *rows, *strides, **facts, num_warps=4)
+
+
+def feed(
+    lanes: Lanes,
+    history: torch.Tensor,
+    tables: torch.Tensor,
+    ints: torch.Tensor,
+    drawn: torch.Tensor | None,
+    places: range,
+    block_size: int,
+    rows: Rows | None = None,
+) -> Rows:
+    """Rows of the tokens at these places, counted from the newest one, for each lane: as `propose` writes them, into
+    new tensors if `rows` is None. `drawn` int64 [lanes]: the token at the last of the places. With `rows`, which the
+    large model is fed, lanes that may not guess have their newest token; else they are padding."""
+    count, device = len(lanes[0]) * len(places), history.device
+    given = rows is not None
+    if rows is None:
+        kinds = (torch.int32, torch.int64, torch.int64, torch.int32, torch.int64)
+        rows = tuple(torch.empty(count, dtype=kind, device=device) for kind in kinds)
+    strides = (history.stride(0), history.shape[1], tables.stride(0), tables.shape[1])
+    facts = {"FIRST": places.start, "COUNT": len(places), "GROUP": next_power_of_2(len(places))}
+    facts |= {"HAS_DRAWN": drawn is not None, "VERIFIES": given, "BLOCK_SIZE": block_size}
+    pointer = history if drawn is None else drawn
+    feed_kernel[(len(lanes[0]),)](*lanes, history, tables, ints, pointer, *rows, *strides, **facts, num_warps=1)
+    return rows
 
 
 def accept(
