@@ -152,9 +152,11 @@ def matmul(
 def launch_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> MatmulLaunch | None:
     """None: cuBLAS is faster, or this kernel does not fit x, the weight or the card."""
     (rows, size), out_size = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
-    if x.dtype not in (torch.bfloat16, torch.float16) or capability(x.device) != HOPPER or not weight.is_contiguous():
+    if not FEWEST_ROWS <= rows <= MOST_ROWS or x.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if not FEWEST_ROWS <= rows <= MOST_ROWS or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+    if capability(x.device) != HOPPER or not weight.is_contiguous():
+        return None
+    if x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:  # what the copy engine can read
         return None
     return choose_launch(rows, out_size, size, gated)
 
