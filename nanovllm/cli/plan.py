@@ -248,6 +248,8 @@ def place_rows(estimate: Estimate) -> Iterator[list[str]]:
         yield row("expert slots, streaming", "GPU", str(tiers.num_streaming), tiers.num_streaming * size)
     yield row("KV cache", "GPU", f"{tiers.kv_tokens} tokens", tiers.kv_bytes)
     yield row("largest step", "GPU", f"{estimate.wants.max_num_batched_tokens} tokens", tiers.step_bytes)
+    if tiers.captured_bytes:
+        yield row("captured steps, sampler", "GPU", "", tiers.captured_bytes)
     yield row("graphs, libraries", "GPU", "", tiers.reserve_bytes)
     if tiers.placement == "offload":
         yield row("experts", "host", str(tiers.host_experts), tiers.host_bytes)

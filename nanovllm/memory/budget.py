@@ -114,6 +114,9 @@ class Tiers:
     usable_bytes: int
     dense_bytes: int
     step_bytes: int
+    captured_bytes: (
+        int  # kept by captured steps and the sampler; 0 with offloaded experts, whose prompts are not captured
+    )
     reserve_bytes: int
     expert_bytes: int  # of one; of the largest, where ranks differ
     resident_experts: int  # all, or none
@@ -155,7 +158,7 @@ def size_tiers(memory: Memory, model: ModelFacts, wants: Wants) -> Tiers:
     budget = _Budget.of(memory, model, wants)
     everything = model.all_experts_bytes
     limited = wants.cache_gb is not None and int(wants.cache_gb * GIB) < everything
-    fits = budget.left >= everything + budget.one_sequence
+    fits = budget.left >= everything + budget.captured + budget.one_sequence
     if model.num_experts == 0 or wants.placement == "resident" or (wants.placement == "auto" and fits and not limited):
         return budget.resident()
     return budget.offload()
@@ -169,6 +172,7 @@ class _Budget:
     usable: int
     step: int
     left: int  # for experts and KV cache; may be negative
+    captured: int  # of it, if all experts are resident
     block: int  # bytes of one KV block
     one_sequence: int  # KV bytes of one sequence of max_model_len
 
@@ -179,11 +183,12 @@ class _Budget:
         block = wants.block_size * model.kv_bytes_per_token
         one_sequence = -(-wants.max_model_len // wants.block_size) * block
         left = usable - model.dense_bytes - step - wants.reserve_bytes
-        return cls(memory, model, wants, usable, step, left, block, one_sequence)
+        captured = model.captured_bytes(wants.max_num_batched_tokens, wants.max_num_seqs) if wants.reserve_bytes else 0
+        return cls(memory, model, wants, usable, step, left, captured, block, one_sequence)
 
     def resident(self) -> Tiers:
         model, everything = self.model, self.model.all_experts_bytes
-        needed = everything + self.one_sequence
+        needed = everything + self.captured + self.one_sequence
         if needed > self.left:
             experts = f", {model.num_experts} experts {gib(everything)}" if everything else ""
             if model.spare_bytes:
@@ -199,8 +204,9 @@ class _Budget:
             if model.expert_size > 1:  # config.py refuses to offload experts that are spread
                 asked = f"expert_parallel_size={model.expert_size}: "
                 advice = f"; tensor_parallel_size={model.num_ranks} without it can offload" if advice else ""
-            raise self._refusal(needed, asked, experts, advice)
-        return self._tiers("resident", (), 0, self.left - everything, self.left - everything)
+            raise self._refusal(needed, self.captured, asked, experts, advice)
+        kv = self.left - everything - self.captured
+        return self._tiers("resident", (), 0, kv, kv)
 
     def offload(self) -> Tiers:
         model, wants = self.model, self.wants
@@ -209,7 +215,7 @@ class _Budget:
             self._check_cache(wants.cache_gb)
         if least > self.left:
             experts = f", {model.top_k} expert slots {gib(model.top_k * model.expert_bytes)}"
-            raise self._refusal(least, "", experts, "")
+            raise self._refusal(least, 0, "", experts, "")
         most_buffers = model.num_experts + 2 * model.top_k
         most_kv = wants.max_num_seqs * self.one_sequence
         if wants.cache_gb is not None:
@@ -253,8 +259,9 @@ class _Budget:
                 f"for experts: give at most {room * 100 // GIB / 100}, or leave it out"
             )
 
-    def _refusal(self, needed: int, asked: str, experts: str, advice: str) -> DoesNotFit:
-        """`needed`: bytes of experts and KV cache that `left` does not hold."""
+    def _refusal(self, needed: int, captured: int, asked: str, experts: str, advice: str) -> DoesNotFit:
+        """`needed`: bytes of experts, captured steps and KV cache that `left` does not hold."""
+        graphs = self.wants.reserve_bytes + captured
         model, wants, memory, missing = self.model, self.wants, self.memory, needed - self.left
         card = memory.card_for(self.usable + missing)
         dense = "the dense part needs" if model.num_experts else "the weights need"
@@ -267,7 +274,7 @@ class _Budget:
         return DoesNotFit(
             f"{asked}{gib(missing)} of GPU memory are missing: {dense} {gib(model.dense_bytes)}{experts}, one "
             f"sequence of {wants.max_model_len} tokens {gib(self.one_sequence)}, a step of "
-            f"{wants.max_num_batched_tokens} tokens {gib(self.step)}, graphs and libraries {gib(wants.reserve_bytes)}; "
+            f"{wants.max_num_batched_tokens} tokens {gib(self.step)}, graphs and libraries {gib(graphs)}; "
             f"of {gib(memory.gpu_bytes)} {gib(self.usable)} may be used; {', or '.join(ways)}{advice}",
             missing,
         )
@@ -300,6 +307,7 @@ class _Budget:
             usable_bytes=self.usable,
             dense_bytes=model.dense_bytes,
             step_bytes=self.step,
+            captured_bytes=0 if offloaded else self.captured,
             reserve_bytes=wants.reserve_bytes,
             expert_bytes=model.expert_bytes,
             resident_experts=model.num_experts - offloaded,

@@ -17,6 +17,11 @@ QUANTISED_BYTES |= {f"int8-{group}": (1 + 4 / group, 2.0) for group in (16, 32, 
 KV_BYTES = {"float16": (2, 0), "int8": (1, 2), "fp8": (1, 0), "fp8_e4m3": (1, 0)}
 
 
+EXPANDED_BYTES = 2**26  # ops/linear.py: PIECE_NUMBERS in 16 bits
+INTEGER_ROWS = 256  # ops/triton/integers.py: MATMUL_ROWS
+CAPTURED_TOKENS = 2048  # runner/captured_steps.py: the last of TOKEN_BUCKETS
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """Bytes of a model's parts, by its config. `itemsize`: bytes per number of weights and cache. Sizes that do not
@@ -217,7 +222,22 @@ class ModelFacts:
             experts = pairs * ((2 * hidden + 3 * size) * b + 16) + 8 * num_tokens * moe.num_experts
             experts += 2 * pairs * hidden * b if self.expert_size > 1 else 0
         logits = num_rows * config.vocab_size * (b + 8)
-        return always + max(attention, dense, experts, logits)
+        return always + max(attention, dense + self._beside_products(num_tokens), experts, logits)
+
+    def _beside_products(self, num_tokens: int) -> int:
+        """Of the dense MLP with weights in fewer bits, on a GPU: x in 8 bits (FP8), or a piece of an expanded matrix
+        (integers, more rows than their kernel takes; ops/linear.py)."""
+        size = self.config.intermediate_size // self.num_ranks
+        if self.quantization == "fp8":
+            return num_tokens * size
+        is_expanded = "-" in self.quantization and num_tokens > INTEGER_ROWS
+        return min(EXPANDED_BYTES, 2 * size * self.config.hidden_size * self.itemsize) if is_expanded else 0
+
+    def captured_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """What graphs keep for ever, where steps are captured: the scratch of the largest of them, and what the sampler
+        knows of each row (counts of tokens, two masks)."""
+        step = self.step_bytes(num_tokens, num_rows) * min(num_tokens, CAPTURED_TOKENS) // num_tokens
+        return step + num_rows * self.config.vocab_size * 9 // 4
 
 
 def _extras(config: ModelConfig) -> tuple[bool, bool, bool, bool]:

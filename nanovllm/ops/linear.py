@@ -11,6 +11,10 @@ AVX-512, weight [out, in], microseconds, F.linear / weight @ x.T (without the co
 4096 x 4096 2429/2445 2418/5216  4578/5004  7344/5365  9761/5207  7243/6198 11021/8802  13515/15078
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -23,3 +27,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         out = torch.mm(weight, x.t()).t().contiguous()  # later views and norms need rows in memory order
         return out if bias is None else out.add_(bias)
     return F.linear(x, weight, bias)
+
+
+PIECE_NUMBERS = 2**25  # 64 MiB in 16 bits
+
+
+def linear_in_pieces(
+    x: torch.Tensor, shape: tuple[int, int], expanded: Callable[[int, int], torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x @ weight.T + bias of a weight [outputs, inputs] that is kept in fewer bits. `expanded(first, last)` gives
+    outputs first .. last of it in x's dtype; so many at a time that no more than PIECE_NUMBERS are in memory. Gate and
+    up of an 8B model have three times as many, which a card of 8 GB misses."""
+    out_size, size = shape
+    rows = max(PIECE_NUMBERS // size // 128 * 128, 128)  # blocks of 128 x 128 are not cut
+    if rows >= out_size:
+        return F.linear(x, expanded(0, out_size), bias)
+    out = torch.empty((len(x), out_size), dtype=x.dtype, device=x.device)
+    for first in range(0, out_size, rows):
+        last = min(first + rows, out_size)
+        torch.mm(x, expanded(first, last).t(), out=out[:, first:last])
+    return out if bias is None else out.add_(bias)

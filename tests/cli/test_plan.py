@@ -368,7 +368,7 @@ def test_too_large_for_one_gpu(run: Run) -> None:
     args = ("--model", MODELS / "llama-3-70b", *LARGE)
     result = run("plan", *args)
     assert result.code == 1
-    assert "cannot run: 6.95 GiB of GPU memory are missing" in result.out
+    assert "cannot run: 7.01 GiB of GPU memory are missing" in result.out
     assert "2 such GPUs hold it: --tensor-parallel-size 2" in result.out
     assert plan_json(run, *args)["fewest_gpus"] == 2
     two = run("plan", *args, "--tensor-parallel-size", 2)

@@ -24,8 +24,12 @@ from nanovllm.memory.budget import (
     size_tiers,
     spread,
 )
+from nanovllm.memory.facts import CAPTURED_TOKENS, EXPANDED_BYTES, INTEGER_ROWS
 from nanovllm.memory.speed import Links, distinct_experts, hit_rate, missed_experts, predict
 from nanovllm.model_config import ModelConfig
+from nanovllm.ops import linear
+from nanovllm.ops.sampler_state import SamplerState
+from nanovllm.runner import captured_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {path.parent.name: path for path in (ROOT / "benchmarks/models").glob("*/config.json")}
@@ -49,6 +53,10 @@ def card(usable: int) -> Memory:
 
 def fixed_bytes(model: ModelFacts, wants: Wants) -> int:
     return model.dense_bytes + model.step_bytes(wants.max_num_batched_tokens, wants.max_num_seqs) + wants.reserve_bytes
+
+
+def captured_bytes(model: ModelFacts, wants: Wants) -> int:
+    return model.captured_bytes(wants.max_num_batched_tokens, wants.max_num_seqs)
 
 
 # ---- bytes of a model ----------------------------------------------------------------------------------------------
@@ -172,8 +180,9 @@ ONE_SEQUENCE = 1024 * 131072  # 1000 tokens in blocks of 64
 
 
 def test_resident_exactly_and_one_byte_less() -> None:
-    needed = fixed_bytes(MIXTRAL, WANTS) + MIXTRAL.all_experts_bytes + ONE_SEQUENCE
+    needed = fixed_bytes(MIXTRAL, WANTS) + captured_bytes(MIXTRAL, WANTS) + MIXTRAL.all_experts_bytes + ONE_SEQUENCE
     tiers = size_tiers(card(needed), MIXTRAL, WANTS)
+    assert tiers.captured_bytes == captured_bytes(MIXTRAL, WANTS)
     assert (tiers.placement, tiers.num_buffers, tiers.resident_experts) == ("resident", 0, 256)
     assert (tiers.kv_bytes, tiers.kv_tokens, tiers.longest_context) == (ONE_SEQUENCE, 1024, 1024)
     assert (tiers.host_experts, tiers.disk_experts) == (0, 0)
@@ -184,7 +193,7 @@ def test_resident_exactly_and_one_byte_less() -> None:
 
 def test_resident_that_does_not_fit_says_what_would() -> None:
     wants = dataclasses.replace(WANTS, placement="resident")
-    needed = fixed_bytes(MIXTRAL, wants) + MIXTRAL.all_experts_bytes + ONE_SEQUENCE
+    needed = fixed_bytes(MIXTRAL, wants) + captured_bytes(MIXTRAL, wants) + MIXTRAL.all_experts_bytes + ONE_SEQUENCE
     assert size_tiers(card(needed), MIXTRAL, wants).placement == "resident"
     with pytest.raises(DoesNotFit, match="expert_placement='resident'") as caught:
         size_tiers(card(needed - 1), MIXTRAL, wants)
@@ -386,12 +395,30 @@ def test_expert_host_gb() -> None:
 
 def test_dense_models() -> None:
     model = facts("qwen3-8b")
-    needed = fixed_bytes(model, WANTS) + 1024 * 147456
+    needed = fixed_bytes(model, WANTS) + captured_bytes(model, WANTS) + 1024 * 147456
     tiers = size_tiers(card(needed), model, WANTS)
     assert (tiers.placement, tiers.num_buffers, tiers.resident_experts, tiers.kv_tokens) == ("resident", 0, 0, 1024)
     with pytest.raises(DoesNotFit, match=r"the weights need 15.26 GiB") as caught:
         size_tiers(card(needed - 1), model, WANTS)
     assert "expert" not in str(caught.value)
+
+
+def test_what_captured_steps_and_products_in_fewer_bits_keep() -> None:
+    """The constants are those of the rooms that allocate; these import torch, which this arithmetic does without."""
+    assert EXPANDED_BYTES == 2 * linear.PIECE_NUMBERS
+    assert captured_steps.TOKEN_BUCKETS[-1] == CAPTURED_TOKENS
+    source = (ROOT / "nanovllm/ops/triton/integers.py").read_text()  # triton may not be installed
+    assert f"\nMATMUL_ROWS = {INTEGER_ROWS}\n" in source
+    model = facts("qwen3-8b")
+    small = dataclasses.replace(model, quantization="int4-128")
+    assert small.step_bytes(256, 1) == model.step_bytes(256, 1)
+    assert small.step_bytes(2048, 1) == model.step_bytes(2048, 1) + EXPANDED_BYTES
+    eight = dataclasses.replace(model, quantization="fp8")
+    assert eight.step_bytes(2048, 1) == model.step_bytes(2048, 1) + 2048 * 12288
+    for tokens, share in ((512, 1), (2048, 1), (8192, 4)):
+        sampler = SamplerState.num_bytes(16, model.config.vocab_size)
+        kept = model.captured_bytes(tokens, 16) - model.step_bytes(tokens, 16) // share
+        assert kept == pytest.approx(sampler, rel=0.01)
 
 
 def test_usable_memory() -> None:

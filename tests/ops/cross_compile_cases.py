@@ -263,7 +263,7 @@ def integer_small_cases(dtype: str, arch: int) -> dict:
             integers_round.round_kernel, [d, d, "*i64", "*i8", "*fp32", "*fp32", "i32:16", "fp32"], rounding, arch
         ),
         f"integer_expand {dtype}": lambda arch: compile_kernel(
-            integers_matmul.expand_kernel, ["*i32", "*i32", d, "i32:16"], expanding, arch
+            integers_matmul.expand_kernel, ["*i32", "*i32", d, "i32", "i32:16", "i32:16"], expanding, arch
         ),
         f"integer_splits {dtype}": lambda arch: compile_kernel(
             integers_matmul.add_splits_kernel, ["*fp32", d, d, "i32", "i32", "i32:16"], split, arch
@@ -497,6 +497,14 @@ def cases_for(arch: int) -> dict:
         rescale = {"SIZE": 4096, "TILE": 1024, "HAS_BIAS": True}
         types = [f"*{half}", "*fp32", "*fp32", f"*{half}"]
         cases[f"fp8_rescale {half}"] = lambda arch: compile_kernel(fp8.rescale_kernel, types, rescale, arch)
+    if arch == 80:  # where it is used
+        for scaled, rows in ((1, 16), (128, 64)):
+            facts = {"SIZE": 4096, "SCALED": scaled, "BLOCK_M": rows, "BLOCK_N": fp8.TILE_N, "BLOCK_K": fp8.TILE_K}
+            facts |= {"HAS_BIAS": True, "FORM": BY_SHIFTS}
+            kinds = [f"*{half}", "*u8", "*fp32", f"*{half}", f"*{half}", "i32", "i32:16", "i32:16"]
+            cases[f"fp8_weights {half} by {scaled}"] = lambda arch, kinds=kinds, facts=facts: compile_kernel(
+                fp8.weight_only_kernel, kinds, facts, arch, 4, 3
+            )
     if arch in (75, 90):
         cases[f"rope partial {half}"] = rope_case(half, 80, 32, False)
         cases[f"gemv rows {half}"] = gemv_case(half, 3, 576, False)

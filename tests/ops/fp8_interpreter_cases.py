@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nanovllm.ops import fp8, norm
+from nanovllm.ops import fp8, linear, norm
 from nanovllm.ops.triton import fp8 as triton_fp8
 from nanovllm.ops.triton import gemv
 
@@ -83,3 +83,29 @@ def test_scales_after_a_product(has_bias):
     bias = torch.randn(1500) if has_bias else None
     expected = x * rows[:, None] * columns + (bias if has_bias else 0)
     torch.testing.assert_close(triton_fp8.rescale(x, rows, columns, bias), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "size", "block"), [(3, 70, 64, 0), (17, 64, 128, 0), (65, 256, 256, 128)])
+def test_weights_alone_in_8_bits(rows, outputs, size, block):
+    """For cards that multiply no 8-bit floats: x stays as it is."""
+    x, bias, weight = torch.randn(rows, size).half(), torch.randn(outputs).half(), scaled_weight(outputs, size, block)
+    expected = x.float() @ fp8.expand(weight.q, weight.scale, torch.float32).T
+    for added in (None, bias):
+        whole = expected if added is None else expected + added.float()
+        found = triton_fp8.weight_only_linear(x, weight, added).float()
+        assert ((found - whole).norm() / whole.norm()).item() < 2e-3
+
+
+@pytest.mark.parametrize(("outputs", "size", "block"), [(300, 96, 0), (520, 200, 128)])
+def test_expanded_in_pieces(outputs, size, block, monkeypatch):
+    """What no kernel takes: 128 rows of the weight at a time, or all at once."""
+    x, bias, weight = torch.randn(5, size), torch.randn(outputs), scaled_weight(outputs, size, block)
+    whole = triton_fp8.scaled_linear(x, weight, bias)
+    monkeypatch.setattr(linear, "PIECE_NUMBERS", 130 * size)
+    seen = []
+    expand = triton_fp8.expanded_rows
+    monkeypatch.setattr(triton_fp8, "expanded_rows", lambda *args: seen.append(args[2:]) or expand(*args))
+    torch.testing.assert_close(triton_fp8.scaled_linear(x, weight, bias), whole)
+    assert seen == [(first, min(first + 128, outputs)) for first in range(0, outputs, 128)]
+    expected = x @ fp8.expand(weight.q, weight.scale, torch.float32).T + bias
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nanovllm.ops import integers, norm
+from nanovllm.ops import integers, linear, norm
 from nanovllm.ops.triton import integers as t_integers
 from nanovllm.ops.triton import integers_matmul, integers_round
 
@@ -137,6 +137,18 @@ def test_expanded_weights(name):
     for dtype in (torch.float32, torch.float16):
         found, expected = integers_matmul.expand_words(weight, dtype), integers.expand(weight, dtype)
         torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 1e-3, atol=1e-6)
+
+
+def test_expanded_in_pieces(monkeypatch):
+    weight = integer_weight(300, 96, 32)
+    x, bias = torch.randn(257, 96).half(), torch.randn(300).half()
+    whole = t_integers.integer_linear(x, weight, bias)
+    monkeypatch.setattr(linear, "PIECE_NUMBERS", 130 * 96)
+    seen = []
+    expand = t_integers.expand_words
+    monkeypatch.setattr(t_integers, "expand_words", lambda *args: seen.append(args[2:]) or expand(*args))
+    close(t_integers.integer_linear(x, weight, bias).float(), whole.float(), 0.02)
+    assert seen == [(0, 128), (128, 256), (256, 300)]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 256, 257])

@@ -4,7 +4,9 @@
     to 128        x is quantised (one launch), then cuBLAS's product on the tensor cores, which knows one scale for a
                   whole matrix; so it gets 1, and the scales of tokens and outputs are applied afterwards (one launch)
     more          x is quantised, then a product that applies the scales itself (CUTLASS)
-    older cards   have no such tensor cores (before sm_89): the weight is expanded, then an ordinary product
+    sm_80 to 88   have no such tensor cores: up to 128 rows the weight is converted in registers for those of 16 bits
+                  (`weight_only_linear`); x is not rounded
+    other cases   (Turing, more rows before sm_89, odd sizes) the weight is expanded piece by piece, then cuBLAS
 
 Measured on an H200, Qwen3-8B, us: 16 bits; 8 bits with a scale a row (and a block); of these 2 quantise x:
 
@@ -24,18 +26,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from nanovllm.ops.fp8 import BLOCK, E4M3, E4M3_MAX, TINY, expand
-from nanovllm.ops.triton.common import capability, dependent_launch, next_power_of_2, start_next, wait_for_last
-from nanovllm.ops.triton.e4m3 import FP8_UNITS
+from nanovllm.ops.linear import linear_in_pieces
+from nanovllm.ops.triton.common import (
+    capability,
+    dependent_launch,
+    dot,
+    next_power_of_2,
+    start_next,
+    wait_for_last,
+)
+from nanovllm.ops.triton.e4m3 import BY_CARD, BY_SHIFTS, FP8_UNITS, from_e4m3
 from nanovllm.ops.triton.gemv import gemv
 
 GEMV_WEIGHTS = 6144 * 4096  # for four rows the matrix-vector product is the faster one up to this size
 
 SEPARATE_ROWS = 128  # up to so many, scales are applied after the product
+
+WEIGHT_ONLY_ROWS, TENSOR_CORES = 128, (8, 0)
+TILE_N, TILE_K = 64, 64  # of the weight; TILE_K divides a block of 128
 
 
 @triton.jit
@@ -111,13 +123,94 @@ def quantise(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scale.t()
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def weight_only_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    out_size,
+    x_stride,
+    SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """out^T = W x^T: BLOCK_N outputs of BLOCK_M rows. SCALED: 1 = a scale for each row of the weight, applied at the
+    end; 128 = for each block, applied to the sum of each step, which is within one."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0, rows past the end the first ones
+    q_ptrs = q_ptr + row.to(tl.int64)[:, None] * SIZE + k[None, :]
+    x_ptrs = x_ptr + (m % num_rows).to(tl.int64)[:, None] * x_stride + k[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, SIZE, BLOCK_K):
+        x = tl.load(x_ptrs + start)
+        product = dot(from_e4m3(tl.load(q_ptrs + start), x.dtype, FORM), tl.trans(x))
+        if SCALED > 1:
+            product *= tl.load(scale_ptr + row // SCALED * tl.cdiv(SIZE, SCALED) + start // SCALED)[:, None]
+        total += product
+    if SCALED == 1:
+        total *= tl.load(scale_ptr + row)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    ok = (m < num_rows)[:, None] & (n < out_size)[None, :]
+    offsets = m.to(tl.int64)[:, None] * out_size + n[None, :]
+    tl.store(out_ptr + offsets, tl.trans(total).to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def weight_only_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [1..128, K] of 16 bits, K a multiple of TILE_K; weight: a ScaledWeight (layers/scaled.py) [N, K]."""
+    (rows, size), out_size = x.shape, weight.q.shape[0]
+    assert x.stride(1) == 1
+    assert 1 <= rows <= WEIGHT_ONLY_ROWS
+    assert size % TILE_K == 0
+    out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device)
+    block_m = max(16, next_power_of_2(min(rows, 64)))
+    weight_only_kernel[(triton.cdiv(out_size, TILE_N), triton.cdiv(rows, block_m))](
+        x,
+        weight.q.view(torch.uint8),
+        weight.scale,
+        x if bias is None else bias,
+        out,
+        rows,
+        out_size,
+        x.stride(0),
+        SIZE=size,
+        SCALED=weight.block or 1,
+        BLOCK_M=block_m,
+        BLOCK_N=TILE_N,
+        BLOCK_K=TILE_K,
+        HAS_BIAS=bias is not None,
+        FORM=BY_CARD if capability(x.device) >= FP8_UNITS else BY_SHIFTS,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
+
+
+def expanded_rows(weight: Any, dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
+    """Rows first .. last of the weight itself; where there are blocks of 128, `first` begins one."""
+    scale = weight.scale[first // BLOCK : -(-last // BLOCK)] if weight.block else weight.scale[first:last]
+    return expand(weight.q[first:last], scale, dtype)
+
+
 def scaled_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, K], weight: a ScaledWeight (layers/scaled.py) [N, K]."""
     rows, (out_size, size) = len(x), weight.q.shape
     if x.dtype != torch.float32 and prefers_gemv(rows, out_size, size):
         return gemv(x, weight, bias)
-    if capability(x.device) < FP8_UNITS or size % 16 or out_size % 16 or (weight.block and size % BLOCK):
-        return F.linear(x, expand(weight.q, weight.scale, x.dtype), bias)
+    card, is_half = capability(x.device), x.dtype != torch.float32
+    if TENSOR_CORES <= card < FP8_UNITS and is_half and 0 < rows <= WEIGHT_ONLY_ROWS and size % TILE_K == 0:
+        return weight_only_linear(x, weight, bias)
+    if card < FP8_UNITS or size % 16 or out_size % 16 or (weight.block and size % BLOCK):
+        return linear_in_pieces(x, weight.q.shape, lambda *some: expanded_rows(weight, x.dtype, *some), bias)
     q, scale = quantise(x, weight.block)
     if not weight.block and rows <= SEPARATE_ROWS and x.dtype == torch.bfloat16:
         raw = torch._scaled_mm(q, weight.q.t(), scale_a=weight.unit, scale_b=weight.unit, out_dtype=x.dtype)

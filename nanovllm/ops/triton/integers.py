@@ -2,10 +2,10 @@
 
     1 and 2        `integer_gemv` below: one row of integers times another
     3 to 256       `integers_matmul.py`: the weight is unpacked in registers for the tensor cores
-    more           the weight is expanded to 16 bits in a buffer, then cuBLAS: see MATMUL_ROWS
-    before sm_80   `integer_gemv` up to 8 rows, two at a time, then the buffer: Triton's dot products run on ordinary
+    more           the weight is expanded to 16 bits, piece by piece, then cuBLAS: see MATMUL_ROWS
+    before sm_80   `integer_gemv` up to 8 rows, two at a time, then expanded: Triton's dot products run on ordinary
                    cores there
-    float32        the buffer: none of the kernels computes in more than 16 bits
+    float32        expanded: none of the kernels computes in more than 16 bits
 
 The matrix-vector product. In 4 bits instructions are as scarce as bytes: an H200 starts 3e13 instructions of a lane a
 second, and at 70 % of its bandwidth 6.2e12 weights arrive, so a weight may cost 4.8. Multiplying in floats took 4.2 and
@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops import integers
+from nanovllm.ops.linear import linear_in_pieces
 from nanovllm.ops.triton.common import (
     INTERPRETED,
     capability,
@@ -380,7 +381,7 @@ def integer_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = Non
     if is_half and 1 <= rows <= MATMUL_ROWS and has_cores:
         return integer_matmul(x, weight, bias)
     if is_half:
-        return F.linear(x, expand_words(weight, x.dtype), bias)
+        return linear_in_pieces(x, weight.shape, lambda *some: expand_words(weight, x.dtype, *some), bias)
     return F.linear(x, integers.expand(weight, x.dtype) if weight.order is None else _in_order(weight), bias)
 
 

@@ -247,11 +247,13 @@ def add_splits_kernel(
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < num)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def expand_kernel(
     words_ptr,
     factors_ptr,
     out_ptr,
+    first,
+    num,
     out_size,
     FORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -262,25 +264,27 @@ def expand_kernel(
     LENGTH: tl.constexpr = 512 // FORM[1]
     NUM_BLOCKS: tl.constexpr = (SIZE + LENGTH - 1) // LENGTH
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row, block = tl.where(n < out_size, n, 0), tl.program_id(1)
+    row, block = first + tl.where(n < num, n, 0), tl.program_id(1)
     word_ptrs = words_ptr + row.to(tl.int64)[:, None] * (NUM_BLOCKS * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
     words = tl.load(word_ptrs + block * COLUMNS)
     factors = load_factors(factors_ptr, row, block, out_size, FORM[2])
     wait_for_last(DEPENDENT)  # the buffer may be in use until here
     weight = unpack(words, factors, out_ptr.dtype.element_ty, FORM)
     k = block * LENGTH + tl.arange(0, LENGTH)
-    ok = (n < out_size)[:, None] & (k < SIZE)[None, :]
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + k[None, :], weight, mask=ok)
+    ok = (n < num)[:, None] & (k < SIZE)[None, :]
+    tl.store(out_ptr + n.to(tl.int64)[:, None] * SIZE + k[None, :], weight, mask=ok)
 
 
-def expand_words(weight: Any, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K], columns in the order of the words (`IntegerWeight.order`). dtype: 16 bits."""
+def expand_words(weight: Any, dtype: torch.dtype, first: int = 0, last: int | None = None) -> torch.Tensor:
+    """Outputs first .. last (None: all), [outputs, K], columns in the order of the words (`IntegerWeight.order`).
+    dtype: 16 bits."""
     out_size, size = weight.shape
-    out = torch.empty((out_size, size), dtype=dtype, device=weight.words.device)
+    num = (out_size if last is None else last) - first
+    out = torch.empty((num, size), dtype=dtype, device=weight.words.device)
     dependent = dependent_launch(out.device)
     options = {"FORM": unpack_form(weight, dtype), "BLOCK_N": 64, "DEPENDENT": dependent, "launch_pdl": dependent}
-    grid = (triton.cdiv(out_size, 64), integers.num_blocks(size, weight.bits))
-    expand_kernel[grid](weight.words, weight.factors, out, out_size, **options, num_warps=4)
+    grid = (triton.cdiv(num, 64), integers.num_blocks(size, weight.bits))
+    expand_kernel[grid](weight.words, weight.factors, out, first, num, out_size, **options, num_warps=4)
     return out
 
 
