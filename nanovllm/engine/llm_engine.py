@@ -240,16 +240,19 @@ class LLMEngine:
             raise EngineDeadError("this engine was closed: create a new one")
         with self._change():
             self._made, self.unread = self.unread, {}
-            # With a grammar, or guesses of which some may be right, a plan needs the tokens of the one before.
-            waits = self.scheduler.drafts.need_tokens(len(self.scheduler.running), [f[0] for f in self._flights])
-            depth = 1 if alone or self._num_grammars or waits else self.executor.overlap
-            while len(self._flights) < depth and self._launch_next():
+            while len(self._flights) < self._depth(alone) and self._launch_next():
                 pass
             if self._flights:
                 self._land()
             moved, self._moved = self._moved, []
             self._report([self._by_seq[seq.seq_id][0] for seq in moved if seq.seq_id in self._by_seq])
             return list(self._made.values())
+
+    def _depth(self, alone: bool) -> int:
+        """Plans in flight. With a grammar, or guesses of which some may be right, a plan needs the tokens of the one
+        before."""
+        waits = self.scheduler.drafts.need_tokens(self.scheduler.running, [plan for plan, _, _ in self._flights])
+        return 1 if alone or self._num_grammars or waits else self.executor.overlap
 
     def _launch_next(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute (yet)."""
@@ -278,7 +281,7 @@ class LLMEngine:
         except Exception as error:
             self._fail(plan, error)
         else:
-            self._record(plan, result, max(started, self._last_landing))
+            self._record(plan, result, started)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
@@ -302,8 +305,10 @@ class LLMEngine:
                 request, completion = self._by_seq[entry.seq_id]
                 if completion is request.completions[0]:
                     request.add_prompt_logprobs(entry.start, result.prompt_logprobs[entry.seq_id])
-        now = self._last_landing = time.monotonic()
-        progress = self.scheduler.commit(plan, result, now - started)
+        now, before = time.monotonic(), self._last_landing
+        self._last_landing, started = now, max(started, before)
+        # Of a plan that only goes on with its sequences the price is all the time since the one before ended.
+        progress = self.scheduler.commit(plan, result, now - (started if plan.arrivals else before))
         for moved in progress:
             request, completion = self._by_seq[moved.seq.seq_id]
             request.metrics.first_token_time = request.metrics.first_token_time or now

@@ -26,7 +26,9 @@ def drafted_by(model: TinyModel, most: int = 3) -> dict[str, Any]:
 def always(llm: LLM, *lengths: int) -> None:
     """Plans guess as many tokens as these say, over and over, whatever was measured."""
     turn = iter(range(10**6))
-    llm.engine.scheduler.drafts.length.choose = lambda num_seqs: lengths[next(turn) % len(lengths)]  # type: ignore
+    length: Any = llm.engine.scheduler.drafts.length
+    length.choose = lambda *_: lengths[next(turn) % len(lengths)]
+    length.next = lambda *_: max(lengths)
 
 
 def counts(llm: LLM) -> tuple[int, int]:

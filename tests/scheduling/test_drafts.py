@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanovllm.scheduling.drafts import RETRY, DraftLength
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.drafts import RETRY, RETRY_NEW, DraftLength, Drafts
+from nanovllm.scheduling.plan import StepPlan
+from nanovllm.scheduling.sequence import Sequence, StopRule
 
 
 def play(
@@ -46,6 +49,40 @@ def test_text_that_begins_to_repeat_itself_is_noticed() -> None:
     assert chosen[-RETRY + 2 :].count(4) >= RETRY - 4
     chosen = play(lengths, 3 * RETRY, cost, lambda length: 0)
     assert chosen[-RETRY:].count(0) >= RETRY - 2
+
+
+def test_a_sequence_that_begins_brings_a_try_forward() -> None:
+    lengths = DraftLength(4)
+    play(lengths, 100, cost, lambda length: 0)
+    while lengths.choose(1) == 0:
+        pass
+    for _ in range(RETRY_NEW - 1):
+        assert lengths.next(1, is_new=True) == 0
+        lengths.skip(1)
+    assert lengths.next(1) == 0
+    assert lengths.next(1, is_new=True) == lengths.choose(1, is_new=True) > 0
+
+
+def test_plans_overlap_while_nothing_is_guessed() -> None:
+    """On a GPU a plan that waits for the one before costs time, also one that guesses nothing."""
+    drafts = Drafts(4)
+    running = [make_sequence(i) for i in range(2)]
+    plans = [StepPlan(1, (), num_steps=8)]
+    assert drafts.need_tokens(running, plans)  # lengths that were never tried
+    play(drafts.length, 100, cost, lambda length: 0, num_seqs=2)
+    while drafts.length.choose(2) == 0:
+        pass
+    for _ in range(RETRY - 1):
+        assert not drafts.need_tokens(running, plans)
+        drafts.length.skip(2)
+    assert drafts.need_tokens(running, plans)
+    assert drafts.need_tokens([], [StepPlan(1, (), num_drafts=3)])
+    assert not drafts.need_tokens([make_sequence(i) for i in range(17)], plans)
+    assert not Drafts(0).need_tokens(running, plans)
+
+
+def make_sequence(seq_id: int) -> Sequence:
+    return Sequence(seq_id, [1, 2, 3, 4, 5], 3, StopRule(max_tokens=9), SamplingParams())
 
 
 def test_the_length_between_wins_where_it_is_best() -> None:
