@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one step a visit": {"decode_steps": 1},
     "few blocks": {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 384},
     "eager": {"enforce_eager": True},
+    "draft model": {},  # the model itself: its guesses must be right
 }
 
 
@@ -58,19 +59,23 @@ def main() -> int:
         common = {"device": args.device, "dtype": "float32", "quantization": "none", "max_num_seqs": 16, **options}
         requests = {**REQUESTS, "grammar": {**GRAMMAR, "ignore_eos": False}} if name == "captured" else REQUESTS
         found: list[dict[str, Any]] = []
-        for more in ({}, {"speculative_config": LOOKUP}):
+        guessing = {"model": args.model, "num_speculative_tokens": 3} if name == "draft model" else LOOKUP
+        for more in ({}, {"speculative_config": guessing}):
             with LLM(args.model, **{"max_model_len": 1024, **common}, **more) as llm:
                 together = answers(llm, requests)
                 alone = {key: answers(llm, {key: fields})[key] for key, fields in requests.items()}
                 found.append({"together": together, "alone": alone})
                 stats = llm.engine.stats
         wrong = [f"{kind} {key}" for kind in found[0] for key in requests if found[0][kind][key] != found[1][kind][key]]
-        rows.append({"name": name, "wrong": wrong, "drafted": stats.num_drafted, "accepted": stats.num_accepted})
-        print("FAILED" if wrong or not stats.num_accepted else "ok    ", json.dumps(rows[-1]), flush=True)
+        fewest = 0.95 * stats.num_drafted if name == "draft model" else 1
+        is_right = not wrong and stats.num_accepted >= fewest
+        counts = {"drafted": stats.num_drafted, "accepted": stats.num_accepted}
+        rows.append({"name": name, "right": is_right, "wrong": wrong, **counts})
+        print("ok    " if is_right else "FAILED", json.dumps(rows[-1]), flush=True)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "check_speculation.json").write_text(json.dumps(rows, indent=1))
-    return int(any(row["wrong"] or not row["accepted"] for row in rows))
+    return int(not all(row["right"] for row in rows))
 
 
 if __name__ == "__main__":
