@@ -105,21 +105,20 @@ class DraftLoop:
         self._state = DraftState.allocate(num_blocks, device)
         self._arange = torch.arange(MAX_ROWS + 1, dtype=torch.int32, device=device)
         self._newest: dict[tuple[int, int], StepOutput] = {}
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
-
-    def _graphs(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
-        """(sequences, guesses), the largest first: its memory then serves all others."""
-        most = len(self._tables.tables)
-        sizes = [size for size in SIZES if size < most] + [min(most, SIZES[-1])]
-        pairs = {(size, length) for size in sizes for length in lengths if length and size * (1 + length) <= MAX_ROWS}
-        return sorted(pairs, key=lambda pair: -pair[0] * (1 + pair[1]))
+        sizes = [size for size in SIZES if size < num_rows] + [min(num_rows, SIZES[-1])]
+        pairs = [(size, num) for size in sizes for num in drafter.lengths if num and size * (1 + num) <= MAX_ROWS]
+        # (sequences, guesses) -> what computes them, the largest first: its memory then serves all others
+        pairs.sort(key=lambda pair: -pair[0] * (1 + pair[1]))
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {
+            pair: partial(self._compute, *pair) for pair in pairs
+        }
 
     def capture(self, capture: Capture) -> None:
-        for graph in self._graphs(self._drafter.lengths):
-            self._replays[graph] = capture(partial(self._compute, *graph))
+        for graph, compute in self._replays.items():
+            self._replays[graph] = capture(compute)
 
     def compute_each(self) -> None:
-        for graph in self._graphs(self._drafter.lengths):
+        for graph in self._replays:
             self._compute(*graph)
 
     def find(self, plan: StepPlan) -> tuple[int, int] | None:

@@ -140,7 +140,10 @@ class DraftModel:
         drawn = None
         for count in range(num):
             per_lane = 2 if count == 0 else 1
-            rows = feed(*rest, drawn, range(count + 1 - per_lane, count + 1), self._layout.block_size)
+            # In the rows of the step to come, which are written last. Not in new memory: while kernels are compiled
+            # (compile_ahead) nothing writes it, and what is read from it would be no token.
+            rows = tuple(part[: size * per_lane] for part in state.fed)
+            feed(*rest, drawn, range(count + 1 - per_lane, count + 1), self._layout.block_size, rows)
             number, tokens, positions, lens, slots = rows
             starts = torch.arange(size * per_lane + 1, dtype=torch.int32, device=lens.device)
             last = torch.arange(per_lane - 1, size * per_lane, per_lane, device=lens.device)
@@ -148,7 +151,7 @@ class DraftModel:
             of_rows = block_tables[:, :per_lane].reshape(size * per_lane, -1)
             hidden = self.model(step_of(tokens, positions, slots, starts, lens, of_rows, last, bounds), self.caches)
             drawn = self._draw(self.model.logits(hidden), number[last], lens[last]).tokens
-        feed(*rest, drawn, range(num + 1), self._layout.block_size, state.fed)
+        feed(*rest, drawn, range(num + 1), self._layout.block_size, state.fed, verifies=True)
 
 
 class _Coverage:

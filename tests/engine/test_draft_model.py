@@ -7,7 +7,7 @@ and one that is not shows that K or V of the draft model were missing or wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,10 +25,15 @@ def drafted_by(model: TinyModel, most: int = 3) -> dict[str, Any]:
 
 def always(llm: LLM, *lengths: int) -> None:
     """Plans guess as many tokens as these say, over and over, whatever was measured."""
-    turn = iter(range(10**6))
-    length: Any = llm.engine.scheduler.drafts.length
-    length.choose = lambda *_: lengths[next(turn) % len(lengths)]
-    length.next = lambda *_: max(lengths)
+    turn, length = 0, cast(Any, llm.engine.scheduler.drafts.length)
+
+    def advance(*_: Any) -> int:
+        nonlocal turn
+        turn += 1
+        return lengths[(turn - 1) % len(lengths)]
+
+    length.choose = length.skip = advance
+    length.next = lambda *_: lengths[turn % len(lengths)]
 
 
 def counts(llm: LLM) -> tuple[int, int]:

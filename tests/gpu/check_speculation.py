@@ -52,10 +52,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default=",".join(OPTIONS), help="settings, with commas")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name, options in OPTIONS.items():
+    for name in args.only.split(","):
+        options = OPTIONS[name]
         common = {"device": args.device, "dtype": "float32", "quantization": "none", "max_num_seqs": 16, **options}
         requests = {**REQUESTS, "grammar": {**GRAMMAR, "ignore_eos": False}} if name == "captured" else REQUESTS
         found: list[dict[str, Any]] = []

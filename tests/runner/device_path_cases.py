@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.interpreter import GridExecutor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import LatentSpec
@@ -25,6 +26,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner import build, captured_steps
 from nanovllm.runner.draft_model import DraftModel
 from nanovllm.runner.model_runner import ModelRunner
+from tests.engine.test_draft_model import always
 from tests.ops.quick_interpreter import skip_overflow_checks
 from tests.tiny_models import TinyModel
 
@@ -183,6 +185,7 @@ def test_guesses_change_nothing(
         how = {"method": "draft_model", "model": str(tiny(draft).path)}
     with LLM(path, **options, speculative_config={"num_speculative_tokens": 3, **how}) as llm:
         on_device(llm)
+        always(llm, 3, 3, 0, 0, 2)  # two plans are in flight where two in turn do not guess
         device = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.engine.stats
     for request, one, other in zip(requests, device, plain):
@@ -192,6 +195,29 @@ def test_guesses_change_nothing(
     assert (stats.num_accepted > 0.9 * stats.num_drafted) == (draft is not None)
     assert sum(out.metrics.num_accepted for out in device) == stats.num_accepted
     assert device[-1].metrics.num_drafted > 0 or name != "llama-mqa-bias"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+def test_kernels_may_be_compiled_without_running(
+    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, name: str, method: str
+) -> None:
+    """What no kernel has written must not become an index: on a GPU that ends the process."""
+    monkeypatch.setattr(captured_steps, "TOKEN_BUCKETS", (4, 8))
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    guessing: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        guessing["model"] = str(tiny("llama").path)
+    more = {} if method == "none" else {"speculative_config": guessing}
+    with LLM(str(tiny(name).path), **OPTIONS, **more) as llm:
+        runner = on_device(llm)
+        monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: None)
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # integers: the largest
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            runner.launch_every_kernel()
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 class TwinBackend(SdpaBackend):

@@ -217,22 +217,17 @@ def feed(
     drawn: torch.Tensor | None,
     places: range,
     block_size: int,
-    rows: Rows | None = None,
-) -> Rows:
-    """Rows of the tokens at these places, counted from the newest one, for each lane: as `propose` writes them, into
-    new tensors if `rows` is None. `drawn` int64 [lanes]: the token at the last of the places. With `rows`, which the
-    large model is fed, lanes that may not guess have their newest token; else they are padding."""
-    count, device = len(lanes[0]) * len(places), history.device
-    given = rows is not None
-    if rows is None:
-        kinds = (torch.int32, torch.int64, torch.int64, torch.int32, torch.int64)
-        rows = tuple(torch.empty(count, dtype=kind, device=device) for kind in kinds)
+    rows: Rows,
+    verifies: bool = False,
+) -> None:
+    """Writes `rows`, as `propose` does, of the tokens at these places, counted from the newest one, for each lane.
+    `drawn` int64 [lanes]: the token at the last of the places. `verifies`: for the large model, which is fed the newest
+    token also of lanes that may not guess; else these are padding."""
     strides = (history.stride(0), history.shape[1], tables.stride(0), tables.shape[1])
     facts = {"FIRST": places.start, "COUNT": len(places), "GROUP": next_power_of_2(len(places))}
-    facts |= {"HAS_DRAWN": drawn is not None, "VERIFIES": given, "BLOCK_SIZE": block_size}
+    facts |= {"HAS_DRAWN": drawn is not None, "VERIFIES": verifies, "BLOCK_SIZE": block_size}
     pointer = history if drawn is None else drawn
     feed_kernel[(len(lanes[0]),)](*lanes, history, tables, ints, pointer, *rows, *strides, **facts, num_warps=1)
-    return rows
 
 
 def accept(
