@@ -48,6 +48,7 @@ class Parts:
     backend: Any  # an AttentionBackend, or for latent attention a LatentBackend
     max_model_len: int
     experts: MakeExperts | None = None  # None: all experts are in the device's memory
+    uses_mtp: bool = False  # the checkpoint's layer that guesses is part of the model (mtp.py)
 
 
 RULES = (
@@ -132,6 +133,7 @@ class Transformer(Layer):
         self.head = LMHead(config.vocab_size, config.hidden_size, build, tied)
         table = cos_sin_table(config.rope, config.max_position_embeddings, parts.max_model_len)
         self.register_buffer("cos_sin", table.to(build.device), persistent=False)
+        self.mtp: Any = None  # an MtpLayer (mtp.py), which a family sets and the runner calls
 
     def forward(self, step: Step, caches: list[KVCache]) -> torch.Tensor:
         """Final hidden states of the rows step.logit_rows, [len(step.logit_rows), hidden]."""
