@@ -121,13 +121,11 @@ class Transformer(Layer):
 
     def __init__(self, config: ModelConfig, style: Style, parts: Parts) -> None:
         super().__init__()
-        build = parts.build
-        self.ops = build.ops
+        build, self.ops = parts.build, parts.build.ops
         self.rules = style.more_rules + RULES  # the first that matches
         self.specs = attention_specs(config, build.dtype, build.parallel, build.kv_dtype)  # one per layer
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        layers = (DecoderLayer(i, config, style, parts, spec) for i, spec in enumerate(self.specs))
-        self.layers: Any = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(DecoderLayer(i, config, style, parts, s) for i, s in enumerate(self.specs))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         tied = self.embed if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, build, tied)
