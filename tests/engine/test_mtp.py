@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError, ModelError
@@ -16,6 +18,7 @@ from tests.engine.test_draft_model import always, counts, right
 from tests.engine.test_speculation import REQUESTS, answers, near, params_of
 from tests.mtp_models import MtpReference, add_knowing_layer, add_mtp_layer
 from tests.tiny_models import TinyModel, edit_config
+from tests.weights.test_fp8 import BLOCK, KEPT, expanded, quantise
 
 MakeLLM = Callable[..., LLM]
 MTP3 = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
@@ -164,6 +167,27 @@ def test_several_ranks_guess_alike(make_llm: MakeLLM, v3: TinyModel, folder: Pat
         reference.check(text, guesses)
 
 
+def test_a_layer_in_8_bits(make_llm: MakeLLM, v3: TinyModel, tmp_path: Path) -> None:
+    """As V3 is published: all its matrices, eh_proj too, in 8-bit floats with scales of blocks."""
+    exact, small = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, weight in add_mtp_layer(v3.path, tmp_path / "exact").items():
+        exact[name] = small[name] = weight
+        if weight.dim() == 2 and not any(word in name for word in (*KEPT, "shared_head")):
+            small[name], small[f"{name}_scale_inv"] = quantise(weight)
+            exact[name] = expanded(small[name], small[f"{name}_scale_inv"])
+    add_mtp_layer(v3.path, tmp_path / "small")
+    form = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+    edit_config(tmp_path / "small", quantization_config=form)
+    guesses = []
+    for name, weights in (("exact", exact), ("small", small)):
+        save_file(weights, tmp_path / name / "model.safetensors")
+        llm = make_llm(tmp_path / name, **MTP3)
+        always(llm, 3)
+        guesses.append(recorded(llm))
+        answers(llm, [v3.prompts[5]], [params_of({"temperature": 0})])
+    assert guesses[0] == guesses[1] != []
+
+
 def test_dummy_weights(make_llm: MakeLLM, folder: Path) -> None:
     llm = make_llm(folder, load_format="dummy", **MTP3)
     always(llm, 3)
@@ -197,8 +221,6 @@ def test_models_without_the_layer_are_refused(
     edit_config(tmp_path / "none", num_nextn_predict_layers=0)
     with pytest.raises(ConfigError, match="has no layer for multi-token prediction"):
         make_llm(tmp_path / "none", **MTP3)
-    from safetensors.torch import save_file
-
     add_mtp_layer(v3.path, tmp_path / "part")
     del weights["model.layers.3.hnorm.weight"]
     save_file(weights, tmp_path / "part" / "model.safetensors")
