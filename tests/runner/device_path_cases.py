@@ -26,7 +26,7 @@ from nanovllm.ops.triton import matmul
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import build, captured_steps
 from nanovllm.runner.draft_model import DraftModel
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.model_runner import ModelRunner, try_largest_step
 from tests.mtp_models import MtpReference, add_knowing_layer, add_mtp_layer
 from tests.ops.quick_interpreter import skip_overflow_checks
 from tests.tiny_models import TinyModel
@@ -231,7 +231,8 @@ def test_the_models_own_layer_guesses(
                     found.append((text, tokens[lane, 1:].tolist()))
 
         monkeypatch.setattr(drafter, "guess", watched)
-        on_device(llm)
+        runner, blueprint = on_device(llm), llm.engine.executor.blueprint
+        try_largest_step(runner.model, blueprint.device, blueprint.limits, 5)  # as on a card, before there is a cache
         turns = itertools.cycle((2, 0, 1))
         monkeypatch.setattr(llm.engine.scheduler.drafts.length, "choose", lambda _: next(turns))
         device = llm.generate(inputs, params, use_tqdm=False)
