@@ -24,7 +24,7 @@ SPECIAL_TOKENS_IN_TEXT = ("allow", "refuse", "escape")
 POLICIES = ("fcfs", "sjf", "priority")
 EXPERT_PLACEMENTS = ("auto", "resident", "offload")
 EXPERT_POLICIES = ("lfu", "lru", "none")
-SPECULATIVE_METHODS = ("ngram", "draft_model")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "mtp")
 EXECUTORS = ("local", "mp", "multiprocess", "ray", "torchrun")
 LATENT_BACKENDS = ("triton.mla", "torch.mla")  # for latent attention (DeepSeek), which the others do not compute
 ATTN_BACKENDS = ("auto", "triton", "flash", "flashinfer", "flash1", "native", "sdpa", "sdpa.math", *LATENT_BACKENDS)
@@ -80,6 +80,7 @@ def _flat_eplb(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+DEFAULT_GUESSES: dict[str | None, int] = {"mtp": 1}  # the layer was trained to make one
 SPECULATIVE_NAMES = {
     "method": "speculative_method",
     "model": "speculative_model",
@@ -96,6 +97,8 @@ def _flat_speculation(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("model") in ("ngram", "[ngram]"):  # older scripts name the method so
         given = {"method": "ngram", **{name: value for name, value in given.items() if name != "model"}}
+    if given.get("method") == "deepseek_mtp":  # its name in older versions
+        given["method"] = "mtp"
     if "method" not in given and "model" not in given:
         raise ConfigError(f"speculative_config={given!r}: has no method; possible: {', '.join(SPECULATIVE_METHODS)}")
     found = {SPECULATIVE_NAMES[name]: value for name, value in {"method": "draft_model", **given}.items()}
@@ -128,9 +131,9 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     max_wait_steps: int | None = 64  # sjf: a waiting request is passed over for at most so many steps; None = no aging
     decode_steps: int | None = None  # decode steps per launch when no request waits; None = a default for the device
-    speculative_method: str | None = None  # guess tokens and verify them: by what followed before, or a smaller model
+    speculative_method: str | None = None  # guess tokens and verify them: by lookup, a smaller model or an own layer
     speculative_model: str | None = None  # draft_model: that model; it has the same vocabulary
-    num_speculative_tokens: int = 4  # most guesses for a sequence in one step
+    num_speculative_tokens: int | None = None  # most guesses for a sequence in one step; None = 4, with mtp 1
     prompt_lookup_max: int | None = None  # ngram: most tokens that are compared; None = prompt_lookup_min, or 5
     prompt_lookup_min: int | None = None  # ngram: fewest that must be the same; None = prompt_lookup_max, or 5
     expert_placement: str = "auto"  # of a mixture of experts: resident if all fit, else offload
@@ -219,6 +222,12 @@ class EngineConfig:
         given = [size for size in (self.prompt_lookup_min, self.prompt_lookup_max) if size is not None] or [5]
         return given[0], given[-1]
 
+    @property
+    def num_guesses(self) -> int:
+        """Most of them for a sequence in one step."""
+        given = self.num_speculative_tokens
+        return DEFAULT_GUESSES.get(self.speculative_method, 4) if given is None else given
+
     def _check_speculation(self) -> None:
         method, model = self.speculative_method, self.speculative_model
         if method is not None:
@@ -230,7 +239,7 @@ class EngineConfig:
                 f"speculative_method={method!r}, speculative_model={model!r}: a model that guesses goes with the "
                 f"method 'draft_model', and that method needs one; give both or neither"
             )
-        _count("num_speculative_tokens", self.num_speculative_tokens, 1, 16, "4 is a good start")
+        _count("num_speculative_tokens", self.num_guesses, 1, 16, f"{DEFAULT_GUESSES.get(method, 4)} is a good start")
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name), 1, 32, "3 is a good start")

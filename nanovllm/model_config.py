@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.errors import ModelError
@@ -327,7 +327,7 @@ class ModelConfig:
     hf: Mapping[str, Any]  # the whole file, for what only one family reads
     moe: MoeConfig | None = None  # None = every layer is dense
     mla: MlaConfig | None = None  # None = keys and values are cached for every KV head
-    num_mtp_layers: int = 0  # layers of the checkpoint, after the others, that guess more tokens: not used
+    num_mtp_layers: int = 0  # layers of the checkpoint, after the others, that guess more tokens (models/mtp.py)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -372,6 +372,12 @@ class ModelConfig:
             mla=mla,
             num_mtp_layers=max(count(config, name, 64) for name in MTP_NAMES) if mla else 0,
         )
+
+    def with_mtp_layer(self) -> ModelConfig:
+        """With the first MTP layer as one more of the ordinary ones: what is inside of it has their form."""
+        count = self.num_layers + 1
+        moe, windowed = MoeConfig.from_hf(self.hf, self.architecture, count), (*self.windowed_layers, False)
+        return replace(self, num_layers=count, moe=moe, windowed_layers=windowed)
 
 
 def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[bool, ...]]:

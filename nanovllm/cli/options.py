@@ -216,9 +216,10 @@ ENGINE = OptionGroup(
         "max_wait_steps": "sjf: a waiting request is passed over for at most so many steps; none = no limit.",
         "decode_steps": "Decode steps per launch while no request waits; same output for all.",
         "speculative_method": "Guess several tokens and verify them in one step, same output: ngram guesses what "
-        f"followed the same tokens before, draft_model asks a smaller model. {_one_of(SPECULATIVE_METHODS)}",
+        f"followed the same tokens before, draft_model asks a smaller model, mtp the layer of DeepSeek-V3 for it. "
+        f"{_one_of(SPECULATIVE_METHODS)}",
         "speculative_model": "draft_model: a smaller model with the same vocabulary, as --model.",
-        "num_speculative_tokens": "Speculation: most guesses for a sequence in one step.",
+        "num_speculative_tokens": "Speculation: most guesses for a sequence in one step; none = 4, with mtp 1.",
         "prompt_lookup_max": "ngram: most tokens that are compared; none = prompt-lookup-min, or 5.",
         "prompt_lookup_min": "ngram: fewest tokens that must be the same; none = prompt-lookup-max, or 5.",
         "expert_placement": "Mixture of experts: keep all experts on the GPU, or load them as they are chosen; auto "

@@ -15,9 +15,9 @@ def describe(engine: LLMEngine) -> dict[str, Any]:
     speculation: dict[str, Any] = {}
     if limits.num_drafts:
         speculation = {"speculative_method": config.speculative_method, "num_speculative_tokens": limits.num_drafts}
-        if config.speculative_model is None:
+        if config.speculative_method == "ngram":
             speculation["prompt_lookup"] = list(config.prompt_lookup)
-        else:
+        elif config.speculative_model is not None:
             speculation["speculative_model"] = config.speculative_model
     return {
         "model": config.model,

@@ -68,8 +68,18 @@ class LatentAttention(Layer):
         if self.mla.q_rank is not None:
             q = self.q_up(self.q_norm(q, None)[0])
         q_nope, q_pe = q.unflatten(1, (-1, self.mla.head_dim)).split((self.mla.nope_dim, self.mla.rope_dim), dim=2)
-        norm, batch = (self.kv_norm.weight, EPS), step.attention
-        places = (rope.angles, rope.positions, *cache, batch.slots)
-        q_pe, latent = self.ops.latent_rope(q_pe, kv, *norm, *places, self.mla.interleaved)
-        out = self.backend.attend(q_nope, q_pe, latent, cache[0], batch, self.spec, self.kv_up.weight)
+        q_pe, latent = self._rotate(q_pe, kv, rope, step, cache)
+        out = self.backend.attend(q_nope, q_pe, latent, cache[0], step.attention, self.spec, self.kv_up.weight)
         return self.out(out.flatten(1))
+
+    def store(self, x: torch.Tensor, rope: Rope, step: Step, cache: KVCache) -> None:
+        """Only what later tokens read of these."""
+        _, kv = self.down(x).split(tuple(self.down.parts.values()), dim=1)
+        unused = kv[:, None, self.mla.kv_rank :]  # in the place of q_pe, which nothing reads
+        self._rotate(unused, kv, rope, step, cache)
+
+    def _rotate(
+        self, q_pe: torch.Tensor, kv: torch.Tensor, rope: Rope, step: Step, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, places = (self.kv_norm.weight, EPS), (rope.angles, rope.positions, *cache, step.attention.slots)
+        return self.ops.latent_rope(q_pe, kv, *norm, *places, self.mla.interleaved)

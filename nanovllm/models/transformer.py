@@ -48,6 +48,7 @@ class Parts:
     backend: Any  # an AttentionBackend, or for latent attention a LatentBackend
     max_model_len: int
     experts: MakeExperts | None = None  # None: all experts are in the device's memory
+    uses_mtp: bool = False  # the checkpoint's layer that guesses is part of the model (mtp.py)
 
 
 RULES = (
@@ -120,18 +121,17 @@ class Transformer(Layer):
 
     def __init__(self, config: ModelConfig, style: Style, parts: Parts) -> None:
         super().__init__()
-        build = parts.build
-        self.ops = build.ops
+        build, self.ops = parts.build, parts.build.ops
         self.rules = style.more_rules + RULES  # the first that matches
         self.specs = attention_specs(config, build.dtype, build.parallel, build.kv_dtype)  # one per layer
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        layers = (DecoderLayer(i, config, style, parts, spec) for i, spec in enumerate(self.specs))
-        self.layers: Any = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(DecoderLayer(i, config, style, parts, s) for i, s in enumerate(self.specs))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         tied = self.embed if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, build, tied)
         table = cos_sin_table(config.rope, config.max_position_embeddings, parts.max_model_len)
         self.register_buffer("cos_sin", table.to(build.device), persistent=False)
+        self.mtp: Any = None  # an MtpLayer (mtp.py), which a family sets and the runner calls
 
     def forward(self, step: Step, caches: list[KVCache]) -> torch.Tensor:
         """Final hidden states of the rows step.logit_rows, [len(step.logit_rows), hidden]."""

@@ -93,7 +93,7 @@ class LocalExecutor:
 
     @property
     def num_drafts(self) -> int:
-        return self.blueprint.config.num_speculative_tokens if self.runner.drafter is not None else 0
+        return self.blueprint.config.num_guesses if self.runner.drafter is not None else 0
 
     def expert_stats(self) -> ExpertStats | None:
         """Cumulative; None unless experts are offloaded."""

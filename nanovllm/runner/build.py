@@ -48,6 +48,7 @@ from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.limits import StepLimits
 from nanovllm.runner.low_rank import LowRank, open_low_rank
 from nanovllm.runner.model_runner import ModelRunner, captures_attention, captures_prompts, runs_on_device
+from nanovllm.runner.mtp import MtpDrafter, check_mtp
 from nanovllm.runner.no_effect import options_without_effect
 from nanovllm.runner.quantization import (
     choose_kv_dtype,
@@ -108,6 +109,8 @@ class Blueprint:
             latent = block_bytes(specs, 1)
             logger.info("KV cache: %d bytes a token, expanded %d (%.1f x)", latent, expanded, expanded / latent)
         low_rank = open_low_rank(config, model_config, checkpoint)
+        if config.speculative_method == "mtp":
+            check_mtp(config, model_config, checkpoint, low_rank)
         files = checkpoint if low_rank is None else low_rank.checkpoint
         return cls(config, model_config, device, limits, parallel, dtype, kv_dtype, selection, low_rank, files)
 
@@ -115,18 +118,20 @@ class Blueprint:
         backend = self.selection.backend
         if isinstance(backend, NativeBackend):
             backend = NativeBackend(build.ops.kernels)
-        parts = Parts(build, backend, self.limits.max_model_len, experts)
+        parts = Parts(build, backend, self.limits.max_model_len, experts, self.config.speculative_method == "mtp")
         return find_family(self.model_config)(self.model_config, parts).eval()
 
     def make_runner(self, model: Transformer, layout: CacheLayout, draft: Transformer | None = None) -> ModelRunner:
         """`draft`: the model that guesses."""
         on_device, config = runs_on_device(model, self.device), self.config
         drafter: Drafter | None = None
+        sizes = (self.limits, config.max_num_seqs, config.num_guesses)
         if draft is not None:
-            sizes = (self.limits, config.max_num_seqs, config.num_speculative_tokens)
             drafter = DraftModel(draft, layout, self.device, *sizes, reads_host=not captures_prompts(draft))
+        elif model.mtp is not None:
+            drafter = MtpDrafter(model, layout, self.device, *sizes)
         elif config.speculative_method is not None:
-            drafter = NgramDrafter(config.prompt_lookup, config.num_speculative_tokens)
+            drafter = NgramDrafter(config.prompt_lookup, config.num_guesses)
         return ModelRunner(model, layout, self.device, self.limits, self.config.max_num_seqs, on_device, drafter)
 
 
@@ -206,7 +211,15 @@ def _place_experts(blueprint: Blueprint, build: Build) -> tuple[str | None, Offl
     stored = scaled_facts(build.scaling)
     if build.packs and config.quantization == "auto":
         stored = {"stored_bytes": mean_bytes(blueprint.checkpoint)}
-    tiers = size_experts(config, model_config, device, blueprint.dtype, limits, forms, blueprint.parallel, stored)
+    uses_mtp = config.speculative_method == "mtp"
+    sized = model_config.with_mtp_layer() if uses_mtp else model_config
+    tiers = size_experts(config, sized, device, blueprint.dtype, limits, forms, blueprint.parallel, stored)
+    if uses_mtp and tiers.placement == "offload":
+        raise ConfigError(
+            "speculative_method='mtp': the experts are offloaded, because expert_placement says so or they do not fit, "
+            "and this layer guesses in steps that do not wait for experts; take a device or ranks that hold all of "
+            "them, or leave speculative_method out"
+        )
     if tiers.placement == "offload" and build.packs and low_rank is None:
         return "disk", None
     if tiers.placement == "offload" and config.load_format != "dummy":
@@ -225,8 +238,10 @@ def _warn(blueprint: Blueprint, placement: str | None) -> None:
     if blueprint.low_rank is not None:
         logger.warning("%s", blueprint.low_rank.notice)
     num_mtp, first = blueprint.model_config.num_mtp_layers, f"model.layers.{blueprint.model_config.num_layers}."
-    if num_mtp and any(name.startswith(first) for name in blueprint.checkpoint.names()):
-        logger.info("%d layer(s) for multi-token prediction (MTP) after the last are not used and not loaded", num_mtp)
+    is_used = config.speculative_method == "mtp"
+    if num_mtp > is_used and any(name.startswith(first) for name in blueprint.checkpoint.names()):
+        text = "%d layer(s) for multi-token prediction (MTP) after the last are not used and not loaded"
+        logger.info(text, num_mtp - is_used)
     for name, why in options_without_effect(config, blueprint.device.is_gpu, placement).items():
         logger.warning("%s=%r %s", name, getattr(config, name), why)
 

@@ -18,12 +18,11 @@ import torch
 
 from nanovllm.hardware.graphs import Capture
 from nanovllm.hardware.staging import Transfers
-from nanovllm.layers.attention import KVCache, Step
-from nanovllm.models.transformer import Transformer
+from nanovllm.layers.attention import Step
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.relay import Relay, relays
 from nanovllm.runner.row_tables import RowTables
-from nanovllm.runner.step import Bounds, Draw, StepOutput, draw_from, step_of
+from nanovllm.runner.step import Bounds, Draw, Forward, StepOutput, draw_from, step_of
 from nanovllm.scheduling.plan import PlanEntry
 
 AfterStep = Callable[[StepOutput], None]
@@ -81,8 +80,7 @@ class Halves:
 class DecodeLoop:
     def __init__(
         self,
-        model: Transformer,
-        caches: list[KVCache],
+        forward: Forward,
         batch: InputBatch,
         tables: RowTables,
         row_tokens: torch.Tensor,
@@ -91,7 +89,7 @@ class DecodeLoop:
         draw: Draw,
     ) -> None:
         """`row_tokens`: the newest token of every row, and one of padding."""
-        self._model, self._caches, self._draw = model, caches, draw
+        self._forward, self._model, self._draw = forward, forward.model, draw
         self._batch = batch
         self._transfers = transfers
         self._max_model_len = max_model_len
@@ -109,12 +107,13 @@ class DecodeLoop:
     def capture(self, capture: Capture) -> None:
         """Largest first: its memory then serves all others. A size that cannot be captured is launched from Python."""
         self._capture = capture if self._model.graph_safe else None
+        model = self._model, self._forward.caches
         for size in reversed(self.sizes):
             if self._model.graph_safe:
                 self._replays[size] = capture(partial(self._compute, size))
             elif relays(self._model, size):
                 sample = partial(self._sample_as, self._newest, size)
-                self._replays[size] = Relay(self._model, self._caches, self._step(size), sample, capture, pin=True).run
+                self._replays[size] = Relay(*model, self._step(size), sample, capture, pin=True).run
 
     def compute_each(self) -> None:
         for size in self.sizes:
@@ -183,7 +182,7 @@ class DecodeLoop:
         hidden: dict[int, torch.Tensor] = {}
 
         def forward() -> None:
-            hidden[size] = self._model(self._step(size), self._caches)
+            hidden[size] = self._forward(self._step(size), self._lanes.rows[:size])
 
         def sample() -> None:
             self._sample_as(newest, size, hidden[size])
@@ -201,7 +200,8 @@ class DecodeLoop:
         keep_tokens(lanes.rows, lanes.tokens, self._row_tokens)
 
     def _compute(self, size: int) -> None:
-        self._sample_as(self._newest, size, self._model(self._step(size), self._caches))
+        hidden = self._forward(self._step(size), self._lanes.rows[:size])
+        self._sample_as(self._newest, size, hidden)
 
     def _step(self, size: int) -> Step:
         lanes = self._lanes.first(size)

@@ -1,6 +1,6 @@
 """DraftLoop: decode steps that guess tokens and verify them, captured like those of the DecodeLoop, without the host.
 
-One graph is: guess (ops/triton/drafts.py:propose, or DraftModel.guess), forward pass of 1 + n rows for each sequence,
+One graph is: guess (Drafter.guess), forward pass of 1 + n rows for each sequence,
 draw a token of each, keep those that are right (accept). It is replayed num_steps times a visit; a sequence then stands
 where its own right guesses have brought it, which the host learns at the end of the visit. verify.py says why the
 output is that without guesses.
@@ -20,15 +20,12 @@ import torch
 
 from nanovllm.hardware.graphs import Capture
 from nanovllm.hardware.staging import Transfers
-from nanovllm.layers.attention import KVCache
-from nanovllm.models.transformer import Transformer
 from nanovllm.runner.decode_loop import MAX_STEPS
-from nanovllm.runner.draft_model import DraftModel
-from nanovllm.runner.drafter import NgramDrafter
+from nanovllm.runner.drafter import Drafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.samplers import DeviceSampler
-from nanovllm.runner.step import Bounds, StepOutput, draw_from, step_of
+from nanovllm.runner.step import Bounds, Forward, StepOutput, draw_from, step_of
 from nanovllm.scheduling.drafts import MAX_SEQS
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
@@ -76,7 +73,7 @@ class DraftState:
 
     @property
     def fed(self) -> tuple[torch.Tensor, ...]:
-        """What the step is fed, as `propose` and `feed` write it."""
+        """What the step is fed, as `Drafter.guess` writes it."""
         return self.rows, self.tokens, self.positions, self.context_lens, self.slots
 
     def first(self, size: int, num_drafts: int) -> DraftState:
@@ -87,16 +84,15 @@ class DraftState:
 class DraftLoop:
     def __init__(
         self,
-        model: Transformer,
-        caches: list[KVCache],
+        forward: Forward,
         batch: InputBatch,
         tables: RowTables,
         transfers: Transfers,
         sampler: DeviceSampler,
-        drafter: NgramDrafter | DraftModel,
+        drafter: Drafter,
         max_model_len: int,
     ) -> None:
-        self._model, self._caches, self._batch, self._tables = model, caches, batch, tables
+        self._forward, self._batch, self._tables = forward, batch, tables
         self._transfers, self._sampler, self._drafter = transfers, sampler, drafter
         self._max_model_len, device = max_model_len, transfers.device
         num_rows, num_blocks = tables.tables.shape
@@ -134,8 +130,7 @@ class DraftLoop:
     def launch(self, plan: StepPlan, graph: tuple[int, int]) -> Callable[[], StepResult]:
         """Returns a function that waits for the result."""
         size, num = graph
-        if isinstance(self._drafter, DraftModel):
-            self._drafter.catch_up(plan.entries)
+        self._drafter.catch_up(plan.entries)
         state = self._begin(plan, size, num)
         reports = self._sampler.reports([entry for entry in plan.entries for _ in range(1 + num)])
         for _ in range(plan.num_steps):
@@ -162,8 +157,7 @@ class DraftLoop:
                     logprobs.append([scores[i * (1 + num) + at][step] for at, step in places])
                 self._batch.extend(entry.seq_id, tokens[-1])
                 self._num_known[self._batch.row(entry.seq_id)] += len(tokens[-1])
-                if isinstance(self._drafter, DraftModel):
-                    self._drafter.reached(entry.seq_id)
+                self._drafter.reached(entry.seq_id)
             return StepResult(tokens, logprobs or None, num_drafted=guessed.sum(1).tolist())
 
         return result
@@ -200,20 +194,15 @@ class DraftLoop:
         return np.concatenate(places), np.concatenate(tokens)
 
     def _compute(self, size: int, num: int) -> None:
-        from nanovllm.ops.triton.drafts import accept, propose
+        from nanovllm.ops.triton.drafts import accept
 
         s = self._state.first(size, num)
-        ints, block_size = self._sampler.state.ints, self._batch.block_size
-        text = (self._history, self._tables.tables, ints)
-        if isinstance(self._drafter, DraftModel):
-            self._drafter.guess(s, *text, num)
-        else:
-            propose((s.lanes, s.ends), *text, s.fed, self._drafter.lookup, num, block_size)
+        self._drafter.guess(s, self._history, self._tables.tables, self._sampler.state.ints, num)
         count = size * (1 + num)
         bounds = Bounds(count, self._max_model_len)
         starts = self._arange[: count + 1]
         step = step_of(s.tokens, s.positions, s.slots, starts, s.context_lens, s.block_tables, None, bounds)
-        hidden = self._model(step, self._caches)
-        out = self._newest[size, num] = draw_from(self._model, hidden, s.rows, s.context_lens, self._sampler.draw)
+        hidden, draw = self._forward(step, s.rows), self._sampler.draw
+        out = self._newest[size, num] = draw_from(self._forward.model, hidden, s.rows, s.context_lens, draw)
         outputs = (s.samples, s.kept, s.guessed)
         accept((s.lanes, s.ends, s.steps), self._history, s.fed, out.drawn.tokens, outputs, num)

@@ -10,11 +10,14 @@ from nanovllm.runner.captured_steps import TOKEN_BUCKETS
 from nanovllm.runner.expert_memory import card_bytes
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.model_runner import runs_on_device, try_largest_step
+from nanovllm.runner.mtp import ring_bytes
 
 
 def fit_cache(blueprint: Blueprint, model: Transformer, draft: Transformer | None = None) -> CacheLayout:
-    """A block has K and V of the draft model too, if there is one."""
+    """A block has K and V of the draft model too, or of the MTP layer, if there is one."""
     specs = [*model.specs, *(draft.specs if draft is not None else ())]
+    if model.mtp is not None:
+        specs.append(model.mtp.spec)
     config, limits, size = blueprint.config, blueprint.limits, blueprint.limits.block_size
     # Every rank must have as many blocks: the one with the least room decides.
     spare = blueprint.parallel.gather_numbers(_spare_bytes(blueprint, model))
@@ -40,6 +43,8 @@ def _spare_bytes(blueprint: Blueprint, model: Transformer) -> int:
     graphs = 0 if config.enforce_eager else GRAPH_BYTES
     if runs_on_device(model, device):
         graphs += SamplerState.num_bytes(config.max_num_seqs + 1, model.head.vocab_size)
+    if model.mtp is not None:
+        graphs += ring_bytes(model, config.max_num_seqs, config.num_guesses)
     if graphs and model.graph_safe:  # a captured step of up to 2,048 tokens keeps its scratch for ever
         num_tokens = limits.max_num_batched_tokens
         graphs += step_bytes * min(num_tokens, TOKEN_BUCKETS[-1]) // num_tokens

@@ -36,15 +36,15 @@ from nanovllm.moe.rebalance import Balancer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
 from nanovllm.runner.draft_loop import DraftLoop
-from nanovllm.runner.draft_model import DraftModel
-from nanovllm.runner.drafter import Drafter, NgramDrafter
+from nanovllm.runner.drafter import Drafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.kv_cache import CacheLayout, allocate
 from nanovllm.runner.limits import StepLimits
+from nanovllm.runner.mtp import MtpDrafter
 from nanovllm.runner.recorded_decodes import RecordedDecodes, can_record
 from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.samplers import DeviceSampler, HostSampler, StepSampler
-from nanovllm.runner.step import Bounds, StepOutput, compute, send_step, step_of, unstored_step
+from nanovllm.runner.step import Bounds, Forward, StepOutput, draw_from, send_step, step_of, unstored_step
 from nanovllm.runner.verify import verify
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs
@@ -96,6 +96,7 @@ class ModelRunner:
         self._max_model_len = limits.max_model_len
         self._max_num_tokens = limits.max_num_batched_tokens
         self._caches = allocate(layout, model.specs, device)
+        self._forward = Forward(model, self._caches, drafter.read if drafter and drafter.reads_steps else None)
         self.measures = any(not layer.from_checkpoint for layer in scaled_layers(model.layers))  # in the next step
         self.batch = InputBatch(max_num_seqs, limits.max_model_len, layout.block_size)
         self.transfers = transfers_of(device)
@@ -104,7 +105,7 @@ class ModelRunner:
         self.sampler: StepSampler = HostSampler(self.batch)
         if on_device:
             self.sampler = DeviceSampler(self.batch, num_rows, model.head.vocab_size, self.transfers)
-        if isinstance(drafter, DraftModel):
+        if drafter is not None:
             drafter.join(self.batch, self.transfers, self.sampler.draw)
         self._captured = CapturedSteps(self._compute, self.transfers, num_rows, num_blocks, limits.max_model_len)
         self._recorded: RecordedDecodes | None = None
@@ -116,8 +117,7 @@ class ModelRunner:
         self._draft_loop: DraftLoop | None = None
         if on_device and captures_attention(model):
             self._loop = DecodeLoop(
-                model,
-                self._caches,
+                self._forward,
                 self.batch,
                 self._tables,
                 self._row_tokens,
@@ -125,10 +125,10 @@ class ModelRunner:
                 self.transfers,
                 self.sampler.draw,
             )
-            known = isinstance(drafter, (NgramDrafter, DraftModel))
-            if known and isinstance(self.sampler, DeviceSampler) and model.graph_safe:
-                parts = (self._caches, self.batch, self._tables, self.transfers, self.sampler)
-                self._draft_loop = DraftLoop(model, *parts, drafter, limits.max_model_len)  # type: ignore[arg-type]
+            guesses = drafter is not None and drafter.can_be_captured
+            if guesses and isinstance(self.sampler, DeviceSampler) and model.graph_safe:
+                parts = (self.batch, self._tables, self.transfers, self.sampler)
+                self._draft_loop = DraftLoop(self._forward, *parts, drafter, limits.max_model_len)  # type: ignore[arg-type]
 
     # ---- before the first plan ---------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class ModelRunner:
         tokens = torch.where(tokens < 0, self._row_tokens[token_rows], tokens)
         step = step_of(tokens, positions, slots, starts, lens, tables, logit_rows, bounds)
         drawn_at = (positions[logit_rows[: len(rows)]] + 1).int()
-        out = compute(self.model, self._caches, step, rows, drawn_at, self.sampler.draw)
+        out = draw_from(self.model, self._forward(step, token_rows), rows, drawn_at, self.sampler.draw)
         if out.drawn is not None:
             self._row_tokens.index_copy_(0, rows.long(), out.drawn.tokens)
         return out
@@ -359,8 +359,10 @@ def score(model: Transformer, part: Scored) -> list[TokenLogprobs]:
 def try_largest_step(model: Transformer, device: Device, limits: StepLimits, num_rows: int) -> None:
     """Compute the step that takes the most memory, before there is a cache."""
     num_tokens, longest, size = limits.max_num_batched_tokens, limits.max_model_len - 1, limits.block_size
-    caches = allocate(CacheLayout(size, 1, 0), model.specs, device)
+    layout = CacheLayout(size, 1, 0)
+    caches = allocate(layout, model.specs, device)
     lens = [longest] * (num_tokens // longest)
     lens += [num_tokens - sum(lens)] * (sum(lens) < num_tokens)
     step = unstored_step(lens, size, -(-limits.max_model_len // size), device.torch_device, num_rows)
-    model.logits(model(step, caches)).float()
+    read = None if model.mtp is None else MtpDrafter(model, layout, device, limits, 0, 1).read
+    model.logits(Forward(model, caches, read)(step, torch.zeros_like(step.positions))).float()

@@ -23,6 +23,8 @@ from nanovllm.runner.step import Bounds, Draw, StepInputs, StepOutput, step_of
 def can_record(model: Transformer) -> bool:
     """Whether nothing but C functions computes a decode step of few sequences: no experts, one rank. Where a product is
     left to a BLAS after all (float32, more than 8 rows), the tape calls the step as it is."""
+    if model.mtp is not None:  # it reads each step (mtp.py), which is no C function
+        return False
     return all(layer.fuses and isinstance(layer.attention.backend, NativeBackend) for layer in model.layers)
 
 

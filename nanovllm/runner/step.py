@@ -2,10 +2,11 @@
 
     InputBatch.inputs(entries)   StepInputs     integers of one step, from a plan and what the runner remembers
     step_of(...)                 Step           the same as tensors, in the form the model reads
-    compute(...)                 StepOutput     forward, logits of the rows that end a sequence's part, drawn tokens
+    Forward                      hidden states  the forward pass
+    draw_from(...)               StepOutput     logits of the rows that end a sequence's part, drawn tokens
 
 A step that is computed once, one that is captured and replayed, and one whose results feed the next (decode_loop.py)
-all pass through `step_of` and `compute`.
+all pass through these three.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from nanovllm.moe.load import choices_of
 
 # (logits [rows, vocab], rows int32, positions of the tokens to be drawn) -> a record with `tokens` int64 [rows]
 Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+# (step, row of each token's sequence [tokens], final hidden states [tokens, hidden])
+Read = Callable[[Step, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -170,19 +173,29 @@ class StepOutput:
     choices: list[torch.Tensor]  # of experts, by sparse layer (moe/load.py)
 
 
-def compute(
-    model: Transformer, caches: list[KVCache], step: Step, rows: torch.Tensor, positions: torch.Tensor, draw: Draw
-) -> StepOutput:
-    hidden = model(step, caches)
-    if len(rows) == 0:  # only the first part of prompts
-        return StepOutput(rows, hidden[:0], None, hidden, choices_of(model.layers))
-    return draw_from(model, hidden, rows, positions, draw)
+class Forward:
+    """The forward pass of a model over its caches."""
+
+    def __init__(self, model: Transformer, caches: list[KVCache], read: Read | None = None) -> None:
+        """`read` gets every step, and the hidden states of all its tokens (mtp.py)."""
+        self.model, self.caches, self._read = model, caches, read
+
+    def __call__(self, step: Step, token_rows: torch.Tensor) -> torch.Tensor:
+        """Final hidden states of step.logit_rows. `token_rows`: the row of each token's sequence; of padding (slot -1)
+        any number."""
+        if self._read is None:
+            return self.model(step, self.caches)
+        hidden = self.model(replace(step, logit_rows=None), self.caches)
+        self._read(step, token_rows, hidden)
+        return hidden if step.logit_rows is None else hidden[step.logit_rows]
 
 
 def draw_from(
     model: Transformer, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, draw: Draw
 ) -> StepOutput:
     """`positions`: where the drawn tokens will stand, one after the tokens just fed."""
-    logits = model.logits(hidden[: len(rows)])
     choices = choices_of(model.layers)
+    if len(rows) == 0:  # only the first part of prompts
+        return StepOutput(rows, hidden[:0], None, hidden, choices)
+    logits = model.logits(hidden[: len(rows)])
     return StepOutput(rows, logits, draw(logits, rows, positions), hidden[len(rows) :], choices)

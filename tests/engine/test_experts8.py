@@ -166,7 +166,7 @@ def test_decodes_in_segments(num_buffers: int, on_gpu: None) -> None:
     room = (num_buffers + 0.5) * ExpertForm.dense(128, 256, 0).length / GIB
     with open_engine(TRAINED, quantization="fp8", expert_placement="offload", expert_cache_gb=room) as llm:
         runner = llm.engine.executor.runner
-        runner.model = InSegments(runner.model)
+        runner.model = runner._forward.model = InSegments(runner.model)
         found = llm.generate(PROMPTS[:2], replace(PARAMS, prompt_logprobs=None), use_tqdm=False)
         assert runner.model.num_steps == 5
     assert [output.outputs[0].token_ids for output in found] == [answer[0] for answer in resident[:2]]

@@ -157,7 +157,7 @@ def test_decode_in_pieces(name: str, models: Any) -> None:
     for more in ({}, {"expert_prefetch": False}, {"expert_host_gb": 0.0}):
         with make(models[name], expert_placement="offload", expert_cache_gb=0.0015, **more) as llm:
             runner = llm.engine.executor.runner
-            runner.model = InSegments(runner.model)
+            runner.model = runner._forward.model = InSegments(runner.model)
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == wanted
             assert runner.model.num_steps >= 6
 

@@ -231,8 +231,8 @@ def test_eos_inside_guesses(make_llm: MakeLLM, llama: TinyModel) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"method": "eagle"}, "one of ngram"),
-        ({"method": "mtp"}, "one of ngram, draft_model"),
+        ({"method": "eagle"}, "one of ngram, draft_model, mtp"),
+        ({"method": "mtp"}, "has no layer for multi-token prediction"),
         ({"method": "draft_model"}, "give both or neither"),
         ({"method": "ngram", "model": "x"}, "give both or neither"),
         ({"method": "draft_model", "model": ""}, "give a folder"),

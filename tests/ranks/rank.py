@@ -156,7 +156,8 @@ def greedy(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     try:
         at_start = reads.num_bytes
         if job.get("in_pieces"):
-            executor.runner.model = InSegments(executor.runner.model)  # type: ignore[attr-defined]
+            runner = executor.runner
+            runner.model = runner._forward.model = InSegments(runner.model)  # type: ignore[assignment]
         tokens = [found for batch in job["batches"] for found in decode(executor, batch, job["num_tokens"], 16)]
         stats = executor.expert_stats()
         return {

@@ -3,8 +3,10 @@
 Sampling kernels, lanes, fixed uploads, padding and two plans in flight are the real ones; only the hardware is not.
 """
 
+import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +27,9 @@ from nanovllm.ops.triton import matmul
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import build, captured_steps
 from nanovllm.runner.draft_model import DraftModel
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.model_runner import ModelRunner, try_largest_step
 from tests.engine.test_draft_model import always
+from tests.mtp_models import MtpReference, add_knowing_layer, add_mtp_layer
 from tests.ops.quick_interpreter import skip_overflow_checks
 from tests.tiny_models import TinyModel
 
@@ -55,6 +58,8 @@ def on_device(llm: LLM) -> ModelRunner:
     is_latent = isinstance(executor.runner.model.specs[0], LatentSpec)
     for layer in executor.runner.model.layers:
         layer.attention.backend = TritonLatentBackend() if is_latent else TritonBackend()
+    if executor.runner.model.mtp is not None:
+        executor.runner.model.mtp.layer.attention.backend = TritonLatentBackend()
     if isinstance(executor.runner.drafter, DraftModel):
         for layer in executor.runner.drafter.model.layers:
             layer.attention.backend = TritonBackend()
@@ -197,10 +202,12 @@ def test_guesses_change_nothing(
     assert device[-1].metrics.num_drafted > 0 or name != "llama-mqa-bias"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "deepseek-v3"])
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*itertools.product(["qwen3", "mixtral", "deepseek-v3"], ["none", "ngram", "draft_model"]), ("deepseek-v3", "mtp")],
+)
 def test_kernels_may_be_compiled_without_running(
-    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, name: str, method: str
+    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, method: str
 ) -> None:
     """What no kernel has written must not become an index: on a GPU that ends the process."""
     monkeypatch.setattr(captured_steps, "TOKEN_BUCKETS", (4, 8))
@@ -209,7 +216,11 @@ def test_kernels_may_be_compiled_without_running(
     if method == "draft_model":
         guessing["model"] = str(tiny("llama").path)
     more = {} if method == "none" else {"speculative_config": guessing}
-    with LLM(str(tiny(name).path), **OPTIONS, **more) as llm:
+    path = tiny(name).path
+    if method == "mtp":
+        add_mtp_layer(path, tmp_path)
+        path = tmp_path
+    with LLM(str(path), **OPTIONS, **more, skip_tokenizer_init=True) as llm:
         runner = on_device(llm)
         monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: None)
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # integers: the largest
@@ -218,6 +229,56 @@ def test_kernels_may_be_compiled_without_running(
             runner.launch_every_kernel()
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_the_models_own_layer_guesses(
+    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, knows: bool
+) -> None:
+    """Prompts in chunks beside decodes, plans with and without guesses. Each greedy guess is that of the formulas, so K
+    and V of the layer and its ring of hidden states are right in captured steps, too."""
+    model = tiny("deepseek-v3")
+    (add_knowing_layer if knows else add_mtp_layer)(model.path, tmp_path)
+    prompts = [[5, 9, 2, 7, 1, 3], list(range(20, 50)), [31], [33] * 17, [40, 41]]
+    given: list[dict[str, Any]] = [{"temperature": 0}] * 3
+    given += [{"temperature": 1.0, "seed": 3}, {"temperature": 0, "repetition_penalty": 1.2}]
+    params = [SamplingParams(**{"max_tokens": 18 - i, "ignore_eos": True, **one}) for i, one in enumerate(given)]
+    options = {**OPTIONS, "max_num_batched_tokens": 24, "num_kvcache_blocks": 14, "enable_prefix_caching": False}
+    inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+    with LLM(str(tmp_path), skip_tokenizer_init=True, **options) as llm:
+        plain = llm.generate(inputs, params, use_tqdm=False)
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    how = {"method": "mtp", "num_speculative_tokens": 2}
+    found: list[tuple[list[int], list[int]]] = []
+    with LLM(str(tmp_path), skip_tokenizer_init=True, **options, speculative_config=how) as llm:
+        drafter = llm.engine.executor.runner.drafter
+        guess = drafter.guess
+
+        def watched(state: Any, history: torch.Tensor, tables: torch.Tensor, ints: torch.Tensor, num: int) -> None:
+            guess(state, history, tables, ints, num)
+            rows, tokens = state.rows.view(-1, 1 + num), state.tokens.view(-1, 1 + num)
+            for lane, row in enumerate(state.lanes.tolist()):
+                if row >= 0 and rows[lane, -1] >= 0:
+                    text = history[row, : int(state.ends[lane]) + 1].tolist()
+                    found.append((text, tokens[lane, 1:].tolist()))
+
+        monkeypatch.setattr(drafter, "guess", watched)
+        runner, blueprint = on_device(llm), llm.engine.executor.blueprint
+        try_largest_step(runner.model, blueprint.device, blueprint.limits, 5)  # as on a card, before there is a cache
+        always(llm, 2, 0, 0, 1)
+        device = llm.generate(inputs, params, use_tqdm=False)
+        stats = llm.engine.stats
+    for one, other in zip(device, plain):
+        assert tokens(one) == tokens(other)
+    assert stats.num_drafted > 10
+    if knows:
+        assert stats.num_accepted > 0.95 * stats.num_drafted
+        return
+    reference = MtpReference(model, tmp_path)
+    greedy = [(text, new) for text, new in found if any(text[: len(ids)] == ids for ids in prompts[:3])]
+    assert {len(new) for _, new in greedy} == {1, 2}
+    for text, new in greedy:
+        reference.check(text, new)
 
 
 class TwinBackend(SdpaBackend):

@@ -66,7 +66,7 @@ def test_tokens_of_the_segments_are_those_of_the_whole(
 ) -> None:
     llm = make_llm(FIXTURE, expert_placement="offload", expert_cache_gb=cache_gb, **options)
     runner = llm.engine.executor.runner
-    runner.model = InSegments(runner.model)
+    runner.model = runner._forward.model = InSegments(runner.model)
     found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     assert found == expected
     assert runner.model.num_steps >= 11
@@ -82,6 +82,6 @@ def test_dense_layers_between_sparse_ones(
     expected = make_llm(model.path).generate(prompts, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
     llm = make_llm(model.path, expert_placement="offload", expert_cache_gb=0.001)
     runner = llm.engine.executor.runner
-    runner.model = InSegments(runner.model)
+    runner.model = runner._forward.model = InSegments(runner.model)
     assert llm.generate(prompts, PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
     assert runner.model.num_steps == 11

@@ -32,6 +32,11 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return stored.to(torch.float8_e4m3fn), scales
 
 
+def expanded(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    rows, columns = stored.shape
+    return stored.float() * scales.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :columns]
+
+
 @pytest.fixture(scope="module")
 def folders(tiny: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(a tiny V3 in 8 bits, with an MTP layer; the same weights in float32)."""
@@ -43,12 +48,7 @@ def folders(tiny: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathF
         if weight.dim() == 2 and not any(word in name for word in KEPT):
             quantised[name], scales = quantise(weight)
             quantised[f"{name}_scale_inv"] = scales
-            exact[name] = (
-                quantised[name].float()
-                * scales.repeat_interleave(BLOCK[0], 0)[: len(weight)].repeat_interleave(BLOCK[1], 1)[
-                    :, : weight.shape[1]
-                ]
-            )
+            exact[name] = expanded(quantised[name], scales)
     mtp = "model.layers.3.eh_proj.weight"
     quantised[mtp], quantised[f"{mtp}_scale_inv"] = quantise(torch.randn(48, 96))
     config = json.loads((source / "config.json").read_text())
