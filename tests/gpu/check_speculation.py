@@ -4,7 +4,8 @@
 
 The same requests with and without guesses, in float32, where products of another number of rows round alike: greedy,
 with seeds, filters, logprobs, penalties and a grammar, alone and together, captured and eager, with few blocks
-(preemption). Tokens must be equal. Then the share of right guesses. For speed: `nanovllm bench speculation`.
+(preemption), with a draft model, and with the own layer of a small DeepSeek-V3 that is made here. Tokens must be equal.
+Then the share of right guesses. For speed: `nanovllm bench speculation`.
 Prints a table last, writes JSON; exit status 1 if a check failed.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
+from tests.mtp_models import add_knowing_layer, add_mtp_layer  # noqa: E402
+from tests.tiny_models import DEEPSEEK_VARIANTS, Variant, hf_model  # noqa: E402
 
 TEXT = "one two three four five six seven eight nine ten. " * 6
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -39,12 +43,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "few blocks": {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 384},
     "eager": {"enforce_eager": True},
     "draft model": {},  # the model itself: its guesses must be right
+    "mtp": {"skip_tokenizer_init": True, "max_model_len": 160},
+    "mtp that knows": {"skip_tokenizer_init": True, "max_model_len": 160},  # its guesses must be right, too
 }
+# Sizes that tensor cores take
+SHAPE = {
+    "hidden_size": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+}
+SHAPE |= {"qk_nope_head_dim": 32, "v_head_dim": 32}
+
+
+def make_deepseek(folder: Path, knows: bool) -> Path:
+    tiny = DEEPSEEK_VARIANTS["deepseek-v3"]
+    hf_model(Variant(tiny.family, {**tiny.config, **SHAPE}), seed=0).save_pretrained(folder / "plain")
+    (add_knowing_layer if knows else add_mtp_layer)(folder / "plain", folder / "mtp")
+    return folder / "mtp"
 
 
 def answers(llm: LLM, requests: dict[str, dict[str, Any]]) -> dict[str, Any]:
     params = [SamplingParams(**{"max_tokens": 64, "ignore_eos": True, **fields}) for fields in requests.values()]
-    outs = llm.generate([TEXT] * len(params), params, use_tqdm=False)
+    prompt: Any = TEXT if llm.engine.tokenizer is not None else {"prompt_token_ids": [7, 8, 9, 10, 11] * 6}
+    outs = llm.generate([prompt] * len(params), params, use_tqdm=False)
     return {name: [(c.token_ids, c.finish_reason) for c in out.outputs] for name, out in zip(requests, outs)}
 
 
@@ -57,27 +81,38 @@ def main() -> int:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in args.only.split(","):
-        options = OPTIONS[name]
-        common = {"device": args.device, "dtype": "float32", "quantization": "none", "max_num_seqs": 16, **options}
-        requests = {**REQUESTS, "grammar": {**GRAMMAR, "ignore_eos": False}} if name == "captured" else REQUESTS
-        found: list[dict[str, Any]] = []
-        guessing = {"model": args.model, "num_speculative_tokens": 3} if name == "draft model" else LOOKUP
-        for more in ({}, {"speculative_config": guessing}):
-            with LLM(args.model, **{"max_model_len": 1024, **common}, **more) as llm:
-                together = answers(llm, requests)
-                alone = {key: answers(llm, {key: fields})[key] for key, fields in requests.items()}
-                found.append({"together": together, "alone": alone})
-                stats = llm.engine.stats
-        wrong = [f"{kind} {key}" for kind in found[0] for key in requests if found[0][kind][key] != found[1][kind][key]]
-        fewest = 0.95 * stats.num_drafted if name == "draft model" else 1
-        is_right = not wrong and stats.num_accepted >= fewest
-        counts = {"drafted": stats.num_drafted, "accepted": stats.num_accepted}
-        rows.append({"name": name, "right": is_right, "wrong": wrong, **counts})
-        print("ok    " if is_right else "FAILED", json.dumps(rows[-1]), flush=True)
+        rows.append(check(name, args.model, args.device))
+        print("ok    " if rows[-1]["right"] else "FAILED", json.dumps(rows[-1]), flush=True)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "check_speculation.json").write_text(json.dumps(rows, indent=1))
     return int(not all(row["right"] for row in rows))
+
+
+def check(name: str, model: str, device: str) -> dict[str, Any]:
+    common = {"device": device, "dtype": "float32", "quantization": "none", "max_num_seqs": 16}
+    common |= {"max_model_len": 1024, **OPTIONS[name]}
+    requests = {**REQUESTS, "grammar": {**GRAMMAR, "ignore_eos": False}} if name == "captured" else REQUESTS
+    guessing: dict[str, Any] = LOOKUP
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "draft model":
+            guessing = {"model": model, "num_speculative_tokens": 3}
+        elif name.startswith("mtp"):
+            model, guessing = str(make_deepseek(Path(folder), "knows" in name)), {"method": "mtp"}
+            guessing["num_speculative_tokens"] = 2
+            requests = {key: fields for key, fields in REQUESTS.items() if key != "stop"}
+        found: list[dict[str, Any]] = []
+        for more in ({}, {"speculative_config": guessing}):
+            with LLM(model, **common, **more) as llm:
+                together = answers(llm, requests)
+                alone = {key: answers(llm, {key: fields})[key] for key, fields in requests.items()}
+                found.append({"together": together, "alone": alone})
+                stats = llm.engine.stats
+    wrong = [f"{kind} {key}" for kind in found[0] for key in requests if found[0][kind][key] != found[1][kind][key]]
+    fewest = 0.95 * stats.num_drafted if name in ("draft model", "mtp that knows") else name != "mtp"
+    is_right = not wrong and stats.num_drafted > 0 and stats.num_accepted >= fewest
+    counts = {"drafted": stats.num_drafted, "accepted": stats.num_accepted}
+    return {"name": name, "right": is_right, "wrong": wrong, **counts}
 
 
 if __name__ == "__main__":
