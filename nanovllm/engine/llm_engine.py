@@ -234,7 +234,6 @@ class LLMEngine:
 
     def step(self, alone: bool = False) -> list[RequestDelta]:
         """Compute one step. Returns what is new of the requests that moved (those added with final_only: that ended).
-
         alone: finish a step in flight or, if there is none, plan one and finish it; start no other."""
         if self._closed:
             raise EngineDeadError("this engine was closed: create a new one")
@@ -249,9 +248,8 @@ class LLMEngine:
             return list(self._made.values())
 
     def _depth(self, alone: bool) -> int:
-        """Plans in flight. With a grammar, or guesses of which some may be right, a plan needs the tokens of the one
-        before."""
-        waits = self.scheduler.drafts.need_tokens(self.scheduler.running, [plan for plan, _, _ in self._flights])
+        """How many plans are in flight: one if each needs the tokens of the one before, with a grammar or guesses."""
+        waits = self.scheduler.drafts.need_tokens(self.scheduler.running, [flight[0] for flight in self._flights])
         return 1 if alone or self._num_grammars or waits else self.executor.overlap
 
     def _launch_next(self) -> bool:
@@ -281,7 +279,7 @@ class LLMEngine:
         except Exception as error:
             self._fail(plan, error)
         else:
-            self._record(plan, result, started)
+            self._record(plan, result, max(started, self._last_landing))
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         self._flights = deque(flight for flight in self._flights if flight[0].step_id < plan.step_id)
@@ -305,10 +303,8 @@ class LLMEngine:
                 request, completion = self._by_seq[entry.seq_id]
                 if completion is request.completions[0]:
                     request.add_prompt_logprobs(entry.start, result.prompt_logprobs[entry.seq_id])
-        now, before = time.monotonic(), self._last_landing
-        self._last_landing, started = now, max(started, before)
-        # Of a plan that only goes on with its sequences the price is all the time since the one before ended.
-        progress = self.scheduler.commit(plan, result, now - (started if plan.arrivals else before))
+        now = self._last_landing = time.monotonic()
+        progress = self.scheduler.commit(plan, result, now)
         for moved in progress:
             request, completion = self._by_seq[moved.seq.seq_id]
             request.metrics.first_token_time = request.metrics.first_token_time or now

@@ -23,10 +23,10 @@ from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.relay import Relay, relays
 from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.step import Bounds, Draw, Forward, StepOutput, draw_from, step_of
+from nanovllm.scheduling.drafts import MAX_STEPS
 from nanovllm.scheduling.plan import PlanEntry
 
 AfterStep = Callable[[StepOutput], None]
-MAX_STEPS = 64  # most replays between two visits (EngineConfig.decode_steps is bounded by it)
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:

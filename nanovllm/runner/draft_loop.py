@@ -20,13 +20,12 @@ import torch
 
 from nanovllm.hardware.graphs import Capture
 from nanovllm.hardware.staging import Transfers
-from nanovllm.runner.decode_loop import MAX_STEPS
 from nanovllm.runner.drafter import Drafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.samplers import DeviceSampler
 from nanovllm.runner.step import Bounds, Forward, StepOutput, draw_from, step_of
-from nanovllm.scheduling.drafts import MAX_SEQS
+from nanovllm.scheduling.drafts import MAX_SEQS, MAX_STEPS
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
 SIZES = (1, 2, 4, 8, MAX_SEQS)  # sequences

@@ -2,20 +2,25 @@
 became of them. The runner makes the guesses and verifies them (runner/verify.py).
 
 A guessed token costs time whether or not it is accepted: how much depends on the machine, the model and the number of
-sequences. How many are accepted depends on the text. So both are measured, for a few lengths and by the size of the
-batch, and the length that has lately written most tokens a second is used. Another length is tried once every `RETRY`
-plans, because text changes, and sooner when a sequence begins.
+sequences. How many are accepted depends on the text. So both are measured, by the size of the batch: the time of a step
+for a few numbers of guesses, and the share of guesses that are right. With a share a, a step of n guesses writes
+
+    1 + a + a^2 + ... + a^n        tokens of each sequence: guess j counts only if those before it are right
+
+and the number that promises most tokens a second is used. Where that is none, guesses are tried now and then for
+`TRY_STEPS`, because text changes: often while a sequence is young, at last every `RETRY` steps. Other numbers are tried
+as rarely, for their times.
 
 While the best length is 0, plans overlap as in an engine that does not guess; a plan that tries a guess waits for those
 before it. What such a plan takes is counted from the end of the one before, so that this wait is part of its price.
 
-The output does not depend on it. There is no clock here: `record` is told how long a plan took.
+The output does not depend on it. There is no clock here: `record` is told when a plan ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -26,27 +31,13 @@ from nanovllm.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from nanovllm.scheduling.scheduler import SchedulerLimits
 
+MAX_STEPS = 64  # of a plan (EngineConfig.decode_steps is bounded by it)
 MAX_SEQS = 16  # of a plan with guesses: with more a machine is busy, and a row that is dropped costs what a row costs
-TRIALS = 3  # plans of each length before lengths are compared
-RETRY, RETRY_NEW = 32, 8  # plans between two tries; if a sequence has just begun
-NEWEST = 0.4  # weight of the newest plan in the mean of tokens: a text that begins to repeat itself counts at once
+TRIALS = 3  # plans of each number before numbers are compared
+RETRY, RETRY_YOUNG = 128, 32  # steps between two tries; while the youngest sequence has not more tokens
+TRY_STEPS = 8  # of a try, in one plan or in several
+NEWEST = 0.08  # weight of one step of one sequence in the share: text that begins to repeat itself counts at once
 NUM_TIMES = 9  # their median is the time: single steps may wait for something else
-
-
-@dataclass
-class _Speed:
-    """Of the steps of one batch size with one length."""
-
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
-    tokens: float = 0.0  # mean for each sequence and step
-
-    def add(self, tokens: float, seconds: float) -> None:
-        self.tokens += (NEWEST if self.times else 1.0) * (tokens - self.tokens)
-        self.times.append(seconds)
-
-    @property
-    def value(self) -> float:
-        return self.tokens / max(median(self.times), 1e-9) if self.times else 0.0
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
@@ -54,62 +45,100 @@ def draft_lengths(most: int) -> tuple[int, ...]:
     return tuple(sorted({0, -(-most // 2), most}, reverse=True))
 
 
-@dataclass
+def tokens_of(share: float, length: int) -> float:
+    """Of a step, if this share of its guesses is right."""
+    return sum(share**n for n in range(length + 1))
+
+
+def share_of(tokens: float, length: int) -> float:
+    """The share with which a step of so many guesses writes so many tokens."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_of(middle, length) < tokens else (low, middle)
+    return high
+
+
 class _Size:
     """What is known of the batches of one size, rounded."""
 
-    speeds: dict[int, _Speed]
-    num_since: int = 0  # plans since a length was tried that was not the best
-    num_tries: int = 0
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.times: dict[int, deque[float]] = {length: deque(maxlen=NUM_TIMES) for length in lengths}
+        self.share: float | None = None  # of guesses that are right
+        self.num_since = 0  # steps since the last try
+        self.num_tries = 0
+        self.tried, self.num_left = 0, 0  # the length of the newest try, and how many of its steps are left
+
+    @property
+    def unknown(self) -> int | None:
+        return next((length for length, times in self.times.items() if len(times) < TRIALS), None)
+
+    @property
+    def best(self) -> int:
+        def speed(length: int) -> float:
+            return tokens_of(self.share or 0.0, length) / max(median(self.times[length]), 1e-9)
+
+        return max(self.times, key=speed)
 
 
 class DraftLength:
-    """How many tokens to guess for each sequence, by what was measured."""
+    """How many tokens to guess for each sequence, by what was measured. `youngest`: tokens of the plan's youngest
+    sequence so far."""
 
     def __init__(self, most: int) -> None:
         self.lengths = draft_lengths(most)
         self._sizes: dict[int, _Size] = {}
 
-    def next(self, num_seqs: int, is_new: bool = False) -> int:
-        """Of the next plan. `is_new`: a sequence has just begun."""
+    def next(self, num_seqs: int, youngest: int = RETRY) -> tuple[int, bool]:
+        """(of the next plan, whether it is a try)."""
         size = self._size(num_seqs)
-        for length, speed in size.speeds.items():
-            if len(speed.times) < TRIALS:
-                return length
-        best = self._best(size)
+        if (unknown := size.unknown) is not None:
+            return unknown, True
+        if size.num_left > 0:
+            return size.tried, True
+        best = size.best
         others = [length for length in self.lengths if length != best]
-        is_due = size.num_since >= (RETRY_NEW if is_new else RETRY) - 1
-        return others[size.num_tries % len(others)] if others and is_due else best
+        wait = RETRY if best else min(RETRY, max(RETRY_YOUNG, youngest))
+        if others and size.num_since >= wait:
+            return others[size.num_tries % len(others)] if best else self.lengths[0], True
+        return best, False
 
-    def choose(self, num_seqs: int, is_new: bool = False) -> int:
-        length, size = self.next(num_seqs, is_new), self._size(num_seqs)
-        if length == self._best(size):
-            size.num_since += 1
+    def choose(self, num_seqs: int, youngest: int = RETRY, num_steps: int = 1) -> int:
+        (length, is_try), size = self.next(num_seqs, youngest), self._size(num_seqs)
+        if is_try and size.unknown is None:
+            begins = size.num_left <= 0
+            size.num_since, size.num_tries, size.tried = 0, size.num_tries + begins, length
+            size.num_left = (TRY_STEPS if begins else size.num_left) - num_steps
         else:
-            size.num_since, size.num_tries = 0, size.num_tries + 1
+            size.num_since += num_steps
         return length
 
-    def skip(self, num_seqs: int) -> None:
+    def skip(self, num_seqs: int, num_steps: int) -> None:
         """A plan without a choice, because another was in flight."""
-        self._size(num_seqs).num_since += 1
+        size = self._size(num_seqs)
+        size.num_since += num_steps
+        size.num_left -= num_steps  # of a try of 0
 
     def record(self, num_seqs: int, length: int, num_steps: int, num_tokens: int, seconds: float) -> None:
         """A plan of decodes ended: so many steps, tokens of all sequences together, seconds."""
-        speeds = self._size(num_seqs).speeds
-        if length in speeds:  # not if memory allowed fewer than were chosen
-            speeds[length].add(num_tokens / (num_seqs * num_steps), seconds / num_steps)
+        size = self._size(num_seqs)
+        if length not in size.times:  # memory allowed fewer than were chosen
+            return
+        size.times[length].append(seconds / num_steps)
+        if length:
+            found = share_of(num_tokens / (num_seqs * num_steps), length)
+            weight = 1.0 if size.share is None else 1 - (1 - NEWEST) ** (num_seqs * num_steps)
+            size.share = (1 - weight) * (size.share or 0.0) + weight * found
 
     def _size(self, num_seqs: int) -> _Size:
         rounded = 1 << (num_seqs - 1).bit_length()
-        return self._sizes.setdefault(rounded, _Size({length: _Speed() for length in self.lengths}))
-
-    def _best(self, size: _Size) -> int:
-        return max(self.lengths, key=lambda length: size.speeds[length].value)
+        return self._sizes.setdefault(rounded, _Size(self.lengths))
 
 
 class Drafts:
     def __init__(self, most: int) -> None:
         self.most, self.length, self.max_seqs = most, DraftLength(most), MAX_SEQS
+        self._ended = 0.0  # the newest plan
 
     def reserve(
         self, chosen: list[tuple[Sequence, int]], num_steps: int, limits: SchedulerLimits, blocks: BlockManager
@@ -122,12 +151,12 @@ class Drafts:
         if num_steps == 1 and any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
             return 0
         if any(seq.num_pending for seq, _ in chosen):
-            self.length.skip(len(chosen))
+            self.length.skip(len(chosen), num_steps)
             return 0
         room = min(limits.max_model_len - len(seq.token_ids) for seq, _ in chosen)
         wanted = max(seq.stop.max_tokens - seq.num_output for seq, _ in chosen)
         most = min(room // num_steps, -(-wanted // num_steps), limits.max_num_batched_tokens // len(chosen)) - 1
-        num_drafts = min(self.length.choose(len(chosen), any(_has_begun(seq) for seq, _ in chosen)), max(0, most))
+        num_drafts = min(self.length.choose(len(chosen), _youngest(seq for seq, _ in chosen), num_steps), max(0, most))
         extra = num_steps * num_drafts
         if sum(blocks.num_missing(seq, extra) for seq, _ in chosen) > blocks.num_free:
             return 0
@@ -136,6 +165,13 @@ class Drafts:
             assert reserved
         return num_drafts
 
+    def most_steps(self, chosen: list[tuple[Sequence, int]]) -> int:
+        """Of a plan of these sequences: few where a length is tried, which may be slow."""
+        if not self.most or len(chosen) > self.max_seqs or any(seq.num_pending for seq, _ in chosen):
+            return MAX_STEPS
+        is_try = self.length.next(len(chosen), _youngest(seq for seq, _ in chosen))[1]
+        return TRY_STEPS if is_try else MAX_STEPS
+
     def need_tokens(self, running: list[Sequence], plans: list[StepPlan]) -> bool:
         """Whether the next plan must wait for the tokens of those in flight: it may guess, or one of them does, so that
         nobody knows yet where its sequences will stand."""
@@ -143,7 +179,7 @@ class Drafts:
             return True
         if not self.most or not 0 < len(running) <= self.max_seqs:
             return False
-        return self.length.next(len(running), any(map(_has_begun, running))) > 0
+        return self.length.next(len(running), _youngest(running))[0] > 0
 
     def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int]:
         """(guesses that were verified, those that were right) of a row of the result. Where a stop has cut its tokens,
@@ -155,12 +191,13 @@ class Drafts:
         num_right = num_tokens - plan.num_steps
         return num_drafted * num_kept // num_tokens, num_right * num_kept // num_tokens
 
-    def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        if self.most and plan.is_decode_only:
+    def record(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """`now`: the plan's end. One that only goes on with its sequences took all the time since the one before."""
+        before, self._ended = self._ended, now
+        if self.most and plan.is_decode_only and not plan.arrivals:
             num_tokens = sum(map(len, result.token_ids))
-            self.length.record(len(plan.entries), plan.num_drafts, plan.num_steps, num_tokens, seconds)
+            self.length.record(len(plan.entries), plan.num_drafts, plan.num_steps, num_tokens, now - before)
 
 
-def _has_begun(seq: Sequence) -> bool:
-    """Its next plan is the first that can guess."""
-    return seq.num_output + seq.num_pending == 1
+def _youngest(seqs: Iterable[Sequence]) -> int:
+    return min(seq.num_output + seq.num_pending for seq in seqs)

@@ -234,13 +234,12 @@ class Scheduler:
 
     def _extend_decodes(self, chosen: list[tuple[Sequence, int]]) -> int:
         """How many tokens each sequence decodes before the next commit: more than one only while none waits."""
-        if self.limits.decode_steps == 1 or self.waiting or not chosen:
-            return 1
-        if any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
+        has_prompts = any(num_new > 1 or seq.num_remaining for seq, num_new in chosen)
+        if self.limits.decode_steps == 1 or self.waiting or has_prompts or not chosen:
             return 1
         room = min(self.limits.max_model_len - len(seq.token_ids) - seq.num_pending for seq, _ in chosen)
         wanted = max(seq.stop.max_tokens - seq.num_output - seq.num_pending for seq, _ in chosen)
-        num_steps = max(1, min(self.limits.decode_steps, room, wanted))
+        num_steps = max(1, min(self.limits.decode_steps, self.drafts.most_steps(chosen), room, wanted))
         extra = num_steps - 1
         if sum(self.blocks.num_missing(seq, extra) for seq, _ in chosen) > self.blocks.num_free:
             return 1
@@ -266,8 +265,8 @@ class Scheduler:
 
     # ---- commit ------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[Progress]:
-        """Append the sampled tokens up to a stop, plan by plan in their order. `seconds`: how long this one took."""
+    def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Progress]:
+        """Append the sampled tokens up to a stop, plan by plan in their order. `now`: this one's end, in seconds."""
         flight = self._flights.popleft()
         assert flight.plan is plan, "plans are committed in order"
         self._retire()
@@ -285,7 +284,7 @@ class Scheduler:
             published = self.blocks.publish(seq)
             if self._flights:
                 self._flights[-1].published += published
-        self.drafts.record(plan, result, seconds)
+        self.drafts.record(plan, result, now)
         return progress
 
     def fail(self, plan: StepPlan, reason: str, culprit: int | None = None) -> list[Sequence]:

@@ -33,7 +33,7 @@ def always(llm: LLM, *lengths: int) -> None:
         return lengths[(turn - 1) % len(lengths)]
 
     length.choose = length.skip = advance
-    length.next = lambda *_: lengths[turn % len(lengths)]
+    length.next = lambda *_: (lengths[turn % len(lengths)], False)
 
 
 def counts(llm: LLM) -> tuple[int, int]:
