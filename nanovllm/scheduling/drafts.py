@@ -8,8 +8,8 @@ for a few numbers of guesses, and the share of guesses that are right. With a sh
     1 + a + a^2 + ... + a^n        tokens of each sequence: guess j counts only if those before it are right
 
 and the number that promises most tokens a second is used. Where that is none, guesses are tried now and then for
-`TRY_STEPS`, because text changes: often while a sequence is young, at last every `RETRY` steps. Other numbers are tried
-as rarely, for their times.
+`TRY_STEPS`, because text changes: with each sequence that begins, and then four times as far into it as before. On a
+GPU a try costs some milliseconds, most of them because plans before and behind it do not overlap.
 
 While the best length is 0, plans overlap as in an engine that does not guess; a plan that tries a guess waits for those
 before it. What such a plan takes is counted from the end of the one before, so that this wait is part of its price.
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 MAX_STEPS = 64  # of a plan (EngineConfig.decode_steps is bounded by it)
 MAX_SEQS = 16  # of a plan with guesses: with more a machine is busy, and a row that is dropped costs what a row costs
 TRIALS = 3  # plans of each number before numbers are compared
-RETRY, RETRY_YOUNG = 128, 32  # steps between two tries; while the youngest sequence has not more tokens
+RETRY, RETRY_YOUNG = 512, 32  # steps between two tries: at most; at least, while a sequence is young
 TRY_STEPS = 8  # of a try, in one plan or in several
-NEWEST = 0.08  # weight of one step of one sequence in the share: text that begins to repeat itself counts at once
+NEWEST = 0.08  # weight of a step in the share: half of it comes from the last 8 steps
 NUM_TIMES = 9  # their median is the time: single steps may wait for something else
 
 
@@ -98,7 +98,7 @@ class DraftLength:
             return size.tried, True
         best = size.best
         others = [length for length in self.lengths if length != best]
-        wait = RETRY if best else min(RETRY, max(RETRY_YOUNG, youngest))
+        wait = RETRY if best else min(RETRY, max(RETRY_YOUNG, youngest * 3 // 4))  # at tokens 1, 33, 132, 528, ...
         if others and size.num_since >= wait:
             return others[size.num_tries % len(others)] if best else self.lengths[0], True
         return best, False
@@ -127,7 +127,7 @@ class DraftLength:
         size.times[length].append(seconds / num_steps)
         if length:
             found = share_of(num_tokens / (num_seqs * num_steps), length)
-            weight = 1.0 if size.share is None else 1 - (1 - NEWEST) ** (num_seqs * num_steps)
+            weight = 1.0 if size.share is None else 1 - (1 - NEWEST) ** num_steps
             size.share = (1 - weight) * (size.share or 0.0) + weight * found
 
     def _size(self, num_seqs: int) -> _Size:

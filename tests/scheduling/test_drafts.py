@@ -69,7 +69,7 @@ def test_a_young_sequence_brings_a_try_forward() -> None:
     assert [lengths.choose(1) for _ in range(TRY_STEPS)] == [4] * (TRY_STEPS - 1) + [0]
     lengths.skip(1, RETRY_YOUNG - 1)
     assert lengths.next(1) == (0, False)
-    assert lengths.next(1, youngest=RETRY_YOUNG + 1) == (0, False)
+    assert lengths.next(1, youngest=4 * RETRY_YOUNG) == (0, False)
     assert lengths.next(1, youngest=RETRY_YOUNG) == (4, True)
     lengths.skip(1, RETRY - RETRY_YOUNG)
     assert lengths.choose(1, num_steps=TRY_STEPS) == 4
