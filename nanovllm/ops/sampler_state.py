@@ -15,7 +15,7 @@ from nanovllm.sampling_params import MAX_BAD_WORD
 # Columns of SamplerState.floats and .ints
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = 0, 1, 2, 3, 4, 5, 8
 TOP_K, ROW_FLAGS, NUM_LOGPROBS, START_EDITS, NUM_EDITS, NUM_INTS = 0, 1, 2, 3, 4, 8
-FLAG_MASK, FLAG_EDITS, FLAG_PENALTIES = 1, 2, 4
+FLAG_MASK, FLAG_EDITS, FLAG_PENALTIES, FLAG_BAD_WORDS = 1, 2, 4, 8  # the last: some of the edits are bad words
 EDIT_FIELDS = 8  # token, bits of the bias, position before which it holds; start, length and earliest place of a word
 RECENT = MAX_BAD_WORD  # tokens of the output that a row remembers
 

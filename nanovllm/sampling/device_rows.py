@@ -54,6 +54,7 @@ class DeviceRows:
         p = arrival.params
         masked = p.allowed_token_ids is not None or p.structured_outputs is not None
         flags = spec.FLAG_MASK * masked | spec.FLAG_EDITS * (row in self._edits)
+        flags |= spec.FLAG_BAD_WORDS * bool(arrival.bad_words_ids)
         return flags | spec.FLAG_PENALTIES * arrival.has_penalty
 
     def _fill_history(self, row: int, arrival: SamplingRow, send: Send) -> None:

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.ngram import PLACES
-from nanovllm.ops.sampler_state import FLAG_EDITS, FLAG_PENALTIES, NUM_INTS, ROW_FLAGS
+from nanovllm.ops.sampler_state import FLAG_BAD_WORDS, FLAG_PENALTIES, NUM_INTS, ROW_FLAGS
 from nanovllm.ops.triton.common import next_power_of_2
 
-_CERTAIN: tl.constexpr = tl.constexpr(FLAG_EDITS | FLAG_PENALTIES)
+_CERTAIN: tl.constexpr = tl.constexpr(FLAG_BAD_WORDS | FLAG_PENALTIES)
 _INTS: tl.constexpr = tl.constexpr(NUM_INTS)
 _FLAGS: tl.constexpr = tl.constexpr(ROW_FLAGS)
 _PLACES: tl.constexpr = tl.constexpr(PLACES)
