@@ -91,9 +91,9 @@ SPECULATIVE_NAMES = {
 def _flat_speculation(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     """vLLM's speculative_config, a dictionary, as the options of this engine."""
     if not isinstance(given, dict) or not given.keys() <= SPECULATIVE_NAMES.keys():
-        raise ConfigError(
-            f"speculative_config={given!r}: must be a dictionary with some of {', '.join(SPECULATIVE_NAMES)}"
-        )
+        unknown = [name for name in given if name not in SPECULATIVE_NAMES] if isinstance(given, dict) else []
+        what = f"{unknown[0]!r} is unknown" if unknown else "must be a dictionary"
+        raise ConfigError(f"speculative_config={given!r}: {what}; possible: {', '.join(SPECULATIVE_NAMES)}")
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("model") in ("ngram", "[ngram]"):  # older scripts name the method so
         given = {"method": "ngram", **{name: value for name, value in given.items() if name != "model"}}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.throughput import run_workload
 from nanovllm.bench.workload import Lengths, Workload, WorkloadShape
+from nanovllm.errors import ConfigError
 from nanovllm.scheduling.drafts import Drafts
 
 if TYPE_CHECKING:
@@ -51,6 +52,18 @@ CASES = {
     "1-random": SpeculationCase("1 random text", 1, False),
     "8-random": SpeculationCase("8 random texts", 8, False),
 }
+
+
+def check_length(engine: LLMEngine, case: SpeculationCase, length: int) -> None:
+    limit = engine.scheduler.limits.max_model_len
+    longest = max(map(len, case.workload(engine, 0, length).prompts))
+    if longest + length > limit:
+        raise ConfigError(
+            f"--output-len {length}: {case.title} has prompts of {longest} tokens, and both together must be at most "
+            f"max_model_len={limit}; --output-len {limit - longest} fits"
+            if longest < limit
+            else f"max_model_len={limit}: {case.title} has prompts of {longest} tokens; raise it"
+        )
 
 
 def measure_case(engine: LLMEngine, case: SpeculationCase, length: int, repeat: int) -> dict[str, Any]:

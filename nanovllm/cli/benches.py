@@ -352,7 +352,7 @@ def speculation(
     config: EngineConfig,
 ) -> None:
     """What guessing tokens gains on edits of a text, and costs on random text, beside the same without guesses."""
-    from nanovllm.bench.speculation import CASES, measure_case
+    from nanovllm.bench.speculation import CASES, check_length, measure_case
     from nanovllm.bench.throughput import warm_up
 
     names = list(CASES) if cases is None else [name.strip() for name in cases.split(",")]
@@ -363,7 +363,9 @@ def speculation(
     if config.prompt_lookup_min is None and config.prompt_lookup_max is None:
         config = replace(config, prompt_lookup_min=2, prompt_lookup_max=4)
     outcome.use_threads()
-    with outcome.engine(config, tokenizer=True) as engine:
+    with outcome.engine(config, tokenizer=any(CASES[name].is_edit for name in names)) as engine:
+        for name in names:
+            check_length(engine, CASES[name], output_len)
         warm_up(engine)
         rows = [measure_case(engine, CASES[name], output_len, outcome.repeat) for name in names]
     columns: report.Columns = [

@@ -6,7 +6,8 @@ count is that of the real model, for any family, and takes no time.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts
 from nanovllm.ops.opset import Ops, choose_ops
+from nanovllm.runner.build import open_draft
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.low_rank import open_low_rank
+from nanovllm.runner.mtp import check_mtp
 from nanovllm.runner.no_effect import options_without_effect
 from nanovllm.runner.quantization import choose_kv_dtype, choose_packing, choose_scales, why_not_quantised
 from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
@@ -62,44 +65,81 @@ def collect(config: EngineConfig) -> dict[str, Any]:
     except ModelError as error:  # a model that is not here yet is no mistake; a broken one is
         facts["model"] = {"name": config.model, "not_on_disk": str(error)}
         return facts
-    checkpoint = open_checkpoint(path)
-    try:
+    with contextlib.closing(open_checkpoint(path)) as checkpoint:
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        low_rank = open_low_rank(replace(config, load_format="dummy"), model, checkpoint)  # dummy: the sizes alone
-        dtype = device.resolve_dtype(config.dtype, model.dtype)
-        kv_dtype = choose_kv_dtype(config, model, device.is_gpu, dtype)
-        specs = attention_specs(model, dtype, Parallel(), kv_dtype)
-        selection = select_backend(config.attn_backend, specs, device, resolve_block_size(config, device))
-        facts["attention_backends"] = dict(selection.reasons)
-        max_model_len = resolve_max_model_len(config, model)
-        ops = choose_ops(device.is_gpu, dtype)
-        packing = choose_packing(config, checkpoint, device.is_gpu, ops)
-        scales = choose_scales(config, model, checkpoint, device.is_gpu, low_rank is not None)
-        build = Build(dtype, torch.device("meta"), ops, Parallel(), packs=packing is not None, scaling=scales)
-        experts = None if low_rank is None else low_rank.resident
-        skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts))
-        weight_bytes = expected_bytes(skeleton, packing, checkpoint, skeleton.rules)
-        packing_words = describe_packing(packing, scales, checkpoint)
-    finally:
-        checkpoint.close()
+        found = outline(config, model, checkpoint, device)
+    guesser: Outline | None = None
+    if config.speculative_model is not None:
+        with open_draft(config, model.vocab_size, offline=True, progress=False) as (own, draft, files):
+            guesser = outline(own, draft, files, device)
+    facts["attention_backends"] = found.reasons
     facts["model"] = {
         "name": config.model,
         "path": str(path),
         "architecture": model.architecture,
-        "dtype": str(dtype)[6:],
-        "quantization": packing_words,
+        "dtype": str(found.dtype)[6:],
+        "quantization": found.quantization,
         **{name: getattr(model, name) for name in SIZES},
-        "max_model_len": max_model_len,
-        "num_parameters": count_weights(skeleton)[0],
-        "weight_bytes": weight_bytes,
+        "max_model_len": found.max_model_len,
+        "num_parameters": found.num_parameters,
+        "weight_bytes": found.weight_bytes,
         "sampling_defaults": str(read_sampling_defaults(config.generation_config, checkpoint.path)),
     }
-    if low_rank is not None:
-        facts["model"]["experts"] = low_rank.notice
-    placement = expected_placement(config, model, device, packing is not None and low_rank is None)
+    if found.notice is not None:
+        facts["model"]["experts"] = found.notice
+    placement = expected_placement(config, model, device, found.packs)
     facts |= unused_options(config, device, placement)
-    facts["memory_plan"] = estimate_memory(config, device, specs, max_model_len, weight_bytes)
+    parts = [found] if guesser is None else [found, guesser]
+    if guesser is not None:
+        sizes = {"num_parameters": guesser.num_parameters, "weight_bytes": guesser.weight_bytes}
+        facts["draft_model"] = {"name": config.speculative_model, "quantization": guesser.quantization, **sizes}
+    specs, weight_bytes = [spec for part in parts for spec in part.specs], sum(part.weight_bytes for part in parts)
+    facts["memory_plan"] = estimate_memory(config, device, specs, found.max_model_len, weight_bytes)
     return facts
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Of a model, without its weights."""
+
+    dtype: torch.dtype
+    quantization: str
+    packs: bool
+    max_model_len: int
+    num_parameters: int
+    weight_bytes: int
+    specs: list[CacheSpec]  # of its KV cache
+    reasons: dict[str, str]  # for or against each attention backend
+    notice: str | None  # of low-rank experts
+
+
+def outline(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, device: Device) -> Outline:
+    low_rank = open_low_rank(replace(config, load_format="dummy"), model, checkpoint)  # dummy: the sizes alone
+    uses_mtp = config.speculative_method == "mtp"
+    if uses_mtp:
+        check_mtp(config, model, checkpoint, low_rank)
+    dtype = device.resolve_dtype(config.dtype, model.dtype)
+    kv_dtype = choose_kv_dtype(config, model, device.is_gpu, dtype)
+    specs = attention_specs(model, dtype, Parallel(), kv_dtype)
+    selection = select_backend(config.attn_backend, specs, device, resolve_block_size(config, device))
+    max_model_len = resolve_max_model_len(config, model)
+    ops = choose_ops(device.is_gpu, dtype)
+    packing = choose_packing(config, checkpoint, device.is_gpu, ops)
+    scales = choose_scales(config, model, checkpoint, device.is_gpu, low_rank is not None)
+    build = Build(dtype, torch.device("meta"), ops, Parallel(), packs=packing is not None, scaling=scales)
+    experts = None if low_rank is None else low_rank.resident
+    skeleton = find_family(model)(model, Parts(build, selection.backend, max_model_len, experts, uses_mtp))
+    return Outline(
+        dtype,
+        describe_packing(packing, scales, checkpoint),
+        packing is not None and low_rank is None,
+        max_model_len,
+        count_weights(skeleton)[0],
+        expected_bytes(skeleton, packing, checkpoint, skeleton.rules),
+        [*specs, skeleton.mtp.spec] if uses_mtp else specs,
+        dict(selection.reasons),
+        None if low_rank is None else low_rank.notice,
+    )
 
 
 def unused_options(config: EngineConfig, device: Device, placement: str | None) -> dict[str, Any]:

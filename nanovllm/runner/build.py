@@ -85,6 +85,7 @@ class Blueprint:
     selection: BackendChoice  # of the attention backend
     low_rank: LowRank | None
     checkpoint: Checkpoint  # with low-rank experts, if there are
+    is_draft: bool = False  # of the model that guesses for another
 
     @classmethod
     def draw(
@@ -135,27 +136,37 @@ class Blueprint:
         return ModelRunner(model, layout, self.device, self.limits, self.config.max_num_seqs, on_device, drafter)
 
 
+@contextlib.contextmanager
+def open_draft(
+    config: EngineConfig, vocab_size: int, offline: bool = False, progress: bool = True
+) -> Iterator[tuple[EngineConfig, ModelConfig, Checkpoint]]:
+    """The model that guesses for one of so many tokens: its own options, its config and its files. Errors name it."""
+    name = config.speculative_model
+    assert name is not None
+    try:
+        with contextlib.closing(open_checkpoint(resolve_model(name, offline=offline, progress=progress))) as checkpoint:
+            model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+            if model.vocab_size != vocab_size:
+                raise ConfigError(
+                    f"it has {model.vocab_size} tokens, the model that it guesses for {vocab_size}: a guess is a token "
+                    f"of both, so take a smaller model of the same family"
+                )
+            if model.moe is not None:
+                raise ConfigError("it is a mixture of experts: take a dense, smaller model")
+            own = replace(config, model=name, speculative_method=None, speculative_model=None)
+            yield replace(own, kv_cache_dtype="auto", expert_parallel_size=1, enable_eplb=False), model, checkpoint
+    except ConfigError as error:  # or a ModelError, which is one
+        raise type(error)(f"speculative_model={name!r}: {error}") from None
+
+
 def build_draft(blueprint: Blueprint) -> Transformer | None:
     """The model that guesses for that of the blueprint, if there is one."""
-    config, name = blueprint.config, blueprint.config.speculative_model
-    if name is None:
+    if blueprint.config.speculative_model is None:
         return None
-    with contextlib.closing(open_checkpoint(resolve_model(name))) as checkpoint:
-        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        wanted = blueprint.model_config.vocab_size
-        if model.vocab_size != wanted:
-            raise ConfigError(
-                f"speculative_model={name!r} has {model.vocab_size} tokens, the model that it guesses for {wanted}: a "
-                f"guess is a token of both, so take a smaller model of the same family"
-            )
-        if model.moe is not None:
-            raise ConfigError(f"speculative_model={name!r} is a mixture of experts: take a dense, smaller model")
-        own = replace(config, model=name, speculative_method=None, speculative_model=None, kv_cache_dtype="auto")
-        plan = (own, model, checkpoint, blueprint.device, blueprint.limits, blueprint.parallel)
-        try:
-            return build_model(Blueprint.draw(*plan), lambda _: None)
-        except ConfigError as error:
-            raise ConfigError(f"speculative_model={name!r}: {error}") from None
+    with open_draft(blueprint.config, blueprint.model_config.vocab_size) as (own, model, checkpoint):
+        parallel = replace(blueprint.parallel, expert_size=1)
+        draft = Blueprint.draw(own, model, checkpoint, blueprint.device, blueprint.limits, parallel)
+        return build_model(replace(draft, is_draft=True), lambda _: None)
 
 
 def build_model(blueprint: Blueprint, own: Callable[[Offload], None], draft: Transformer | None = None) -> Transformer:
@@ -233,7 +244,7 @@ def _place_experts(blueprint: Blueprint, build: Build) -> tuple[str | None, Offl
 def _warn(blueprint: Blueprint, placement: str | None) -> None:
     """Of low-rank experts and of options without effect, on rank 0 only."""
     config = blueprint.config
-    if blueprint.parallel.rank > 0:
+    if blueprint.parallel.rank > 0 or blueprint.is_draft:
         return
     if blueprint.low_rank is not None:
         logger.warning("%s", blueprint.low_rank.notice)

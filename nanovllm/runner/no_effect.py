@@ -28,6 +28,11 @@ def options_without_effect(config: EngineConfig, is_gpu: bool, placement: str | 
         found["worker_timeout"] = "there is one rank, which waits for no other"
     if not config.enable_eplb:
         found |= dict.fromkeys(("eplb_window_size", "eplb_step_interval"), "experts do not move (enable_eplb)")
+    if config.speculative_method is None:
+        found["num_speculative_tokens"] = "nothing is guessed (speculative_method)"
+    if config.speculative_method != "ngram":
+        why = f"speculative_method={config.speculative_method!r} looks nothing up; 'ngram' does"
+        found |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), why)
     if placement is None:
         found |= dict.fromkeys(("expert_placement", *OF_OFFLOADED_EXPERTS), "the model has no experts")
     elif placement == "resident":

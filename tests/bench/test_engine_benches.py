@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from nanovllm.bench import compare_hf, sampling
+from nanovllm.bench.speculation import CASES, check_length
 from nanovllm.bench.workload import Lengths, WorkloadShape
-from nanovllm.errors import ModelError
+from nanovllm.errors import ConfigError, ModelError
 from tests.cli.runner import SMALL, Run
 from tests.tiny_models import TinyModel
 
@@ -158,3 +159,12 @@ def test_example(llama: TinyModel) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.count("Prompt: '<|user|>") == 2
     assert done.stdout.count("Completion: ") == 2
+
+
+def test_speculation_refuses_what_it_could_not_write(make_llm: Any) -> None:
+    engine = make_llm(max_model_len=80).engine
+    check_length(engine, CASES["8-random"], 16)
+    with pytest.raises(ConfigError, match=r"--output-len 17: .* prompts of 64 tokens, .*max_model_len=80; .*16 fits"):
+        check_length(engine, CASES["8-random"], 17)
+    with pytest.raises(ConfigError, match="prompts of 64 tokens; raise it"):
+        check_length(make_llm(max_model_len=64).engine, CASES["8-random"], 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanovllm import LLM
 from nanovllm.ops.native.build import load_library
 from tests.cli.runner import SMALL, Run
+from tests.mtp_models import add_mtp_layer
 from tests.tiny_models import TinyModel
 
 
@@ -26,6 +28,24 @@ def test_facts_equal_the_real_engine(run: Run, llama: TinyModel, kind: str) -> N
     assert facts["memory_plan"]["kv_bytes"] == runs_on["kv_bytes"]
     assert facts["memory_plan"]["kv_blocks"] == runs_on["kv_blocks"] == 64
     assert facts["model"]["num_parameters"] == sum(p.numel() for p in llama.load_hf().parameters())
+
+
+def test_what_guesses_is_counted(run: Run, llama: TinyModel, tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    add_mtp_layer(tiny("deepseek-v3").path, tmp_path)
+    for path, how in (
+        (llama.path, {"speculative_method": "draft_model", "speculative_model": str(tiny("qwen3").path)}),
+        (tmp_path, {"speculative_method": "mtp"}),
+    ):
+        given = [word for name, value in how.items() for word in ("--" + name.replace("_", "-"), value)]
+        facts = run("info", "--model", path, *SMALL, *given, "--json").last_json
+        options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, **how}
+        with LLM(str(path), num_kvcache_blocks=64, skip_tokenizer_init=True, **options) as llm:
+            runs_on = llm.engine.describe()["runs_on"]
+        assert facts["memory_plan"]["kv_bytes"] == runs_on["kv_bytes"]
+    assert facts["model"]["weight_bytes"] == runs_on["weight_bytes"]
+    refused = run("info", "--model", llama.path, *SMALL, "--speculative-method", "mtp")
+    assert refused.code == 2
+    assert "has no layer for multi-token prediction" in refused.err
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])

@@ -182,6 +182,14 @@ def test_logprobs_have_an_effect_in_json(run: Run, llama: TinyModel) -> None:
     assert not lines_with(result.err, "has no effect")
 
 
+def test_options_of_guesses() -> None:
+    given = EngineConfig(num_speculative_tokens=3, prompt_lookup_max=3)
+    found = options_without_effect(given, False, None)
+    assert set(found) == {"num_speculative_tokens", "prompt_lookup_max"}
+    assert set(options_without_effect(replace(given, speculative_method="mtp"), False, None)) == {"prompt_lookup_max"}
+    assert options_without_effect(replace(given, speculative_method="ngram"), False, None) == {}
+
+
 def test_options_of_other_policies_and_of_ranks() -> None:
     def named(**options: object) -> set[str]:
         return set(options_without_effect(EngineConfig(**options), False, None))  # type: ignore[arg-type]

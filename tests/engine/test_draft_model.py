@@ -135,7 +135,28 @@ def test_a_block_holds_both(make_llm: MakeLLM, llama: TinyModel) -> None:
     assert facts["num_speculative_tokens"] == 3
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"expert_placement": "offload"}, {"tensor_parallel_size": 2, "expert_parallel_size": 2}],
+    ids=["offloaded", "spread"],
+)
+def test_a_mixture_has_a_dense_draft_model(
+    make_llm: MakeLLM, tiny: Callable[[str], TinyModel], caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    """Options of experts are not those of the draft model."""
+    model = tiny("mixtral")
+    params = [params_of(REQUESTS[name]) for name in ("greedy", "seeded")]
+    wanted = answers(make_llm(model.path, **options), model.prompts[:2], params)
+    llm = make_llm(model.path, **options, **drafted_by(tiny("qwen3")))
+    always(llm, 3)
+    near(answers(llm, model.prompts[:2], params), wanted)
+    assert counts(llm)[0] > 0
+    assert "has no effect" not in caplog.text
+
+
 def test_models_that_cannot_guess_are_refused(make_llm: MakeLLM, tiny: Callable[[str], TinyModel]) -> None:
+    with pytest.raises(ConfigError, match=r"speculative_model='/nowhere': .*no such file"):
+        make_llm(speculative_config={"model": "/nowhere"})
     with pytest.raises(ConfigError, match="mixture of experts"):
         make_llm(**drafted_by(tiny("mixtral")))
     with pytest.raises(ConfigError, match=r"has 49152 tokens, .* a smaller model of the same family"):

@@ -239,7 +239,7 @@ def test_eos_inside_guesses(make_llm: MakeLLM, llama: TinyModel) -> None:
         ({"num_speculative_tokens": 3}, "has no method"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "in [1, 16]"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "lower the former"),
-        ({"method": "ngram", "depth": 2}, "some of method"),
+        ({"method": "ngram", "depth": 2}, "'depth' is unknown; possible: method"),
         ("ngram", "must be a dictionary"),
     ],
 )

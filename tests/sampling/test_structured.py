@@ -111,6 +111,17 @@ def test_completions_of_one_request_do_not_share_a_state(llm: LLM) -> None:
         assert (guess[0] == structured.allowed_words([(fresh, longer[:2], 0)], vocab)[0]).all()
 
 
+def test_a_guess_behind_a_guessed_end_is_no_failure(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = llm.engine.grammars.compiled(SamplingParams(structured_outputs={"choice": ["red"]})).structured_outputs
+    assert isinstance(wanted, Grammar)
+    ids = [*llm.get_tokenizer().encode("red", add_special_tokens=False), wanted.eos_token_ids[0], 5]
+    vocab = llm.engine.model_config.vocab_size
+    structured.allowed_words([(wanted, np.asarray(ids, np.int32), 2)], vocab)
+    assert "given up" not in caplog.text
+    structured.allowed_words([(wanted, np.asarray(ids, np.int32), 0)], vocab)
+    assert "given up" in caplog.text
+
+
 def test_forced_text_that_spells_an_added_token_is_text(llm: LLM) -> None:
     """Qwen's <tool_call> is one token but not a special one. By its id a grammar can still ask for it."""
     tokenizer = copy.deepcopy(llm.engine.tokenizer)
