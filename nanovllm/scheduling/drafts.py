@@ -20,8 +20,8 @@ The output does not depend on it. There is no clock here: `record` is told when 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from statistics import median
+from collections.abc import Collection, Iterable
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from nanovllm.scheduling.block_manager import BlockManager
@@ -37,7 +37,10 @@ TRIALS = 3  # plans of each number before numbers are compared
 RETRY, RETRY_YOUNG = 512, 32  # steps between two tries: at most; at least, while a sequence is young
 TRY_STEPS = 8  # of a try, in one plan or in several
 NEWEST = 0.08  # weight of a step in the share: half of it comes from the last 8 steps
-NUM_TIMES = 9  # their median is the time: single steps may wait for something else
+NUM_TIMES = (
+    16  # their mean is the time: steps of the same number differ, because there is not always something to guess
+)
+MOST_TIMES = 4.0  # of the median; slower steps have waited for something else, and do not count
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
@@ -65,6 +68,7 @@ class _Size:
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.times: dict[int, deque[float]] = {length: deque(maxlen=NUM_TIMES) for length in lengths}
         self.share: float | None = None  # of guesses that are right
+        self.best = 0  # length, once all are known
         self.num_since = 0  # steps since the last try
         self.num_tries = 0
         self.tried, self.num_left = 0, 0  # the length of the newest try, and how many of its steps are left
@@ -73,12 +77,16 @@ class _Size:
     def unknown(self) -> int | None:
         return next((length for length, times in self.times.items() if len(times) < TRIALS), None)
 
-    @property
-    def best(self) -> int:
+    def find_best(self) -> None:
         def speed(length: int) -> float:
-            return tokens_of(self.share or 0.0, length) / max(median(self.times[length]), 1e-9)
+            return tokens_of(self.share or 0.0, length) / max(_typical(self.times[length]), 1e-9)
 
-        return max(self.times, key=speed)
+        self.best = max(self.times, key=speed)
+
+
+def _typical(times: Collection[float]) -> float:
+    most = MOST_TIMES * median(times)
+    return fmean(time for time in times if time <= most)
 
 
 class DraftLength:
@@ -129,6 +137,8 @@ class DraftLength:
             found = share_of(num_tokens / (num_seqs * num_steps), length)
             weight = 1.0 if size.share is None else 1 - (1 - NEWEST) ** num_steps
             size.share = (1 - weight) * (size.share or 0.0) + weight * found
+        if size.unknown is None:
+            size.find_best()
 
     def _size(self, num_seqs: int) -> _Size:
         rounded = 1 << (num_seqs - 1).bit_length()

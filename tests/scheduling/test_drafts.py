@@ -142,6 +142,17 @@ def test_a_single_slow_step_does_not_decide() -> None:
     assert play(lengths, 4, cost, lambda length: length).count(4) >= 3
 
 
+def test_steps_that_rarely_guess_are_priced_by_their_mean() -> None:
+    """Every fourth step finds something, takes three times as long for it, and is right about half of it. A median sees
+    only the others, and what is gained."""
+    lengths, chosen = DraftLength(4), []
+    for step in range(400):
+        chosen.append(length := lengths.choose(1))
+        finds = bool(length) and step % 4 == 0
+        lengths.record(1, length, 1, 3 if finds else 1, 3.5 if finds else 1.0)
+    assert chosen[100:].count(0) >= 0.9 * 300
+
+
 def test_batch_sizes_are_apart() -> None:
     """Many sequences fill the machine: there a guess costs what it takes, and does not pay."""
     lengths = DraftLength(4)
