@@ -246,7 +246,7 @@ class Simulation:
         self.outcomes: dict[int, Outcome] = {}
         self.refused: set[int] = set()
         self.num_steps = self.num_accepted = 0
-        self._random = random.Random(setup.seed)
+        self._random, self._now = random.Random(setup.seed), 0.0
         self._flights: deque[_Flight] = deque()
         self._sequences: dict[int, Sequence] = {}
         self._round = 0
@@ -344,7 +344,8 @@ class Simulation:
             self._flights.clear()  # steps after a failed one fail with it
             self._fail(flight.plan)
             return
-        for progress in self.scheduler.commit(flight.plan, flight.result, self._random.random()):
+        self._now += self._random.random()
+        for progress in self.scheduler.commit(flight.plan, flight.result, self._now):
             self.num_accepted += progress.drafts[1]
             if progress.seq.finished:
                 self._note(progress.seq)
