@@ -27,7 +27,7 @@ class Drafter:
     reads_steps = False  # it has `read`
 
     def join(self, batch: InputBatch, transfers: Transfers, draw: Draw) -> None:
-        """Of the runner: its batch, its way to the device, its sampler."""
+        """Of the runner: its batch, its way to the device, and how its sampler draws a token that may be dropped."""
         self._batch, self._transfers, self._draw = batch, transfers, draw
 
     def apply(self, plan: StepPlan) -> None:
@@ -46,8 +46,9 @@ class Drafter:
     def catch_up(self, entries: Sequence[PlanEntry]) -> None:
         """Before the captured steps of a plan."""
 
-    def guess(self, state: Any, history: torch.Tensor, tables: torch.Tensor, ints: torch.Tensor, num: int) -> None:
-        """Writes the rows that verify `num` guesses of each sequence (`state`: a DraftState)."""
+    def guess(self, state: Any, history: torch.Tensor, tables: torch.Tensor, recent: torch.Tensor, num: int) -> None:
+        """Writes the rows that verify `num` guesses of each sequence (`state`: a DraftState), and the guesses into the
+        `recent` of the sampler's state."""
         raise NotImplementedError
 
     def reached(self, seq_id: int) -> None:
@@ -78,8 +79,8 @@ class NgramDrafter(TokenDrafter):
         first = find(token_ids, *self.lookup, most)
         return token_ids[first : first + most]
 
-    def guess(self, state: Any, history: torch.Tensor, tables: torch.Tensor, ints: torch.Tensor, num: int) -> None:
+    def guess(self, state: Any, history: torch.Tensor, tables: torch.Tensor, recent: torch.Tensor, num: int) -> None:
         from nanovllm.ops.triton.drafts import propose
 
-        lanes, text = (state.lanes, state.ends), (history, tables, ints)
+        lanes, text = (state.lanes, state.ends), (history, tables, recent)
         propose(lanes, *text, state.fed, self.lookup, num, self._batch.block_size)

@@ -7,6 +7,7 @@ from nanovllm.models.transformer import Transformer
 from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.runner.build import Blueprint
 from nanovllm.runner.captured_steps import TOKEN_BUCKETS
+from nanovllm.runner.draft_loop import MAX_ROWS
 from nanovllm.runner.expert_memory import card_bytes
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.model_runner import runs_on_device, try_largest_step
@@ -42,7 +43,8 @@ def _spare_bytes(blueprint: Blueprint, model: Transformer) -> int:
         ours = min(ours, card - CONTEXT_BYTES)  # on a real card of that size the context would take its part
     graphs = 0 if config.enforce_eager else GRAPH_BYTES
     if runs_on_device(model, device):
-        graphs += SamplerState.num_bytes(config.max_num_seqs + 1, model.head.vocab_size)
+        num_guesses = MAX_ROWS if config.speculative_method is not None else 0
+        graphs += SamplerState.num_bytes(config.max_num_seqs + 1, model.head.vocab_size, num_guesses)
     if model.mtp is not None:
         graphs += ring_bytes(model, config.max_num_seqs, config.num_guesses)
     if graphs and model.graph_safe:  # a captured step of up to 2,048 tokens keeps its scratch for ever

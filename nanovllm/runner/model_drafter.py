@@ -91,12 +91,13 @@ class ModelDrafter(Drafter):
 
     # ---- in a captured step (draft_loop.py) --------------------------------------------------------------------
 
-    def guess(self, state: Any, history: torch.Tensor, tables: torch.Tensor, ints: torch.Tensor, num: int) -> None:
+    def guess(self, state: Any, history: torch.Tensor, tables: torch.Tensor, recent: torch.Tensor, num: int) -> None:
+        """What is drawn is in `recent` already."""
         from nanovllm.ops.triton.drafts import feed
 
         size, lanes = len(state.lanes), (state.lanes, state.ends)
         block_tables = state.block_tables.view(size, 1 + num, -1)
-        rest = (lanes, history, tables, ints)
+        rest = (lanes, history, tables)
         drawn = None
         for count in range(num):
             per_lane = self.first_rows if count == 0 else 1
@@ -111,4 +112,4 @@ class ModelDrafter(Drafter):
             of_rows = block_tables[:, :per_lane].reshape(size * per_lane, -1)
             hidden = self.forward(step_of(tokens, positions, slots, starts, lens, of_rows, last, bounds), number)
             drawn = self._draw(self.model.logits(hidden), number[last], lens[last]).tokens
-        feed(*rest, drawn, range(num + 1), self._layout.block_size, state.fed, verifies=True)
+        feed(*rest, drawn, range(num + 1), self._layout.block_size, state.fed)

@@ -35,7 +35,7 @@ from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.rebalance import Balancer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
-from nanovllm.runner.draft_loop import DraftLoop
+from nanovllm.runner.draft_loop import MAX_ROWS, DraftLoop
 from nanovllm.runner.drafter import Drafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.kv_cache import CacheLayout, allocate
@@ -104,9 +104,10 @@ class ModelRunner:
         self._row_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)  # one row for padding
         self.sampler: StepSampler = HostSampler(self.batch)
         if on_device:
-            self.sampler = DeviceSampler(self.batch, num_rows, model.head.vocab_size, self.transfers)
+            num_guesses = 0 if drafter is None else MAX_ROWS
+            self.sampler = DeviceSampler(self.batch, num_rows, model.head.vocab_size, self.transfers, num_guesses)
         if drafter is not None:
-            drafter.join(self.batch, self.transfers, self.sampler.draw)
+            drafter.join(self.batch, self.transfers, self.sampler.draw_uncounted)
         self._captured = CapturedSteps(self._compute, self.transfers, num_rows, num_blocks, limits.max_model_len)
         self._recorded: RecordedDecodes | None = None
         if can_record(model):
@@ -201,13 +202,12 @@ class ModelRunner:
         return InFlight(visit.result)
 
     def _launch_drafts(self, plan: StepPlan) -> InFlight | None:
-        """None: this plan runs without guesses. A grammar needs each token on the host before the next is drawn, and
-        the first step of all sets the scales of a KV cache in 8 bits."""
+        """None: this plan runs without guesses. The first step of all sets the scales of a KV cache in 8 bits."""
         if isinstance(self.sampler, HostSampler):
             assert self.drafter is not None
             verified = verify(plan, self.batch, self.drafter, lambda rows: self.call(rows, 0, {}))
             return InFlight(lambda: verified)
-        if self._draft_loop is None or self.measures or self.sampler.needs_tokens(plan.entries):
+        if self._draft_loop is None or self.measures:
             return None
         graph = self._draft_loop.find(plan)
         return None if graph is None else InFlight(self._draft_loop.launch(plan, graph))

@@ -50,6 +50,10 @@ class StepSampler(Protocol):
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Any: ...
 
+    def draw_uncounted(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Tokens that may be dropped: guesses, and what is drawn after them."""
+        ...
+
     def reports(self, entries: Sequence[PlanEntry]) -> StepReports: ...
 
 
@@ -88,16 +92,22 @@ class HostSampler:
         drawn = sample(logits, [self._batch.sampling_row(row, position) for row, position in pairs])
         return HostDrawn(torch.from_numpy(np.array(drawn.token_ids, np.int64)).to(logits.device), drawn.logprobs)
 
+    draw_uncounted = draw  # it counts tokens of the batch
+
     def reports(self, entries: Sequence[PlanEntry]) -> StepReports:
         return HostReports()
 
 
 class DeviceSampler:
-    def __init__(self, batch: InputBatch, num_rows: int, vocab_size: int, transfers: Transfers) -> None:
+    def __init__(
+        self, batch: InputBatch, num_rows: int, vocab_size: int, transfers: Transfers, num_guesses: int = 0
+    ) -> None:
+        """`num_guesses`: most rows of a step with guesses (draft_loop.py), each of which may have a mask of its own."""
         self._batch = batch
         self._vocab_size = vocab_size
         self._transfers = transfers
-        self._rows = DeviceRows(num_rows, vocab_size, transfers.device)
+        self._first_mask = num_rows  # of those
+        self._rows = DeviceRows(num_rows, vocab_size, transfers.device, num_guesses)
         self.state = self._rows.state
 
     def arrive(self, arrivals: Sequence[Arrival]) -> None:
@@ -115,6 +125,36 @@ class DeviceSampler:
             words = allowed_words(list(masked.values()), self._vocab_size)
             self._rows.send_masks(list(masked), words, self._transfers.send)
 
+    # ---- grammars in a step with guesses: each row that is fed has a mask of its own
+
+    def begin_guesses(self, entries: Sequence[PlanEntry], per_entry: int) -> np.ndarray:
+        """int32: for each row of such a step the line of the masks that it has. A drafter that draws its guesses does
+        so without the grammar, whose state after a guess only the host could compute."""
+        rows = np.repeat(self._batch.rows(entries), per_entry).astype(np.int32)
+        limited = np.repeat([self._grammar(entry) is not None for entry in entries], per_entry)
+        free = np.unique(rows[limited]).tolist()
+        self._rows.send_masks(
+            free, np.full((len(free), -(-self._vocab_size // 32)), -1, np.int32), self._transfers.send
+        )
+        return np.where(limited, self._first_mask + np.arange(len(rows), dtype=np.int32), rows)
+
+    def mask_guesses(self, entries: Sequence[PlanEntry], fed: np.ndarray, exists: np.ndarray) -> np.ndarray:
+        """fed, exists [entries, 1 + guesses]: the newest token and the guesses. Uploads which tokens the grammars allow
+        after each of them. Returns which are left: a guess that its grammar forbids is none, nor is one after it."""
+        left, masked = exists.copy(), {}
+        for i, entry in enumerate(entries):
+            if (grammar := self._grammar(entry)) is None:
+                continue
+            known = self._batch.sampling_row(self._batch.row(entry.seq_id)).output_ids
+            draft = fed[i, 1 : exists[i].sum()].astype(np.int32)
+            draft = draft[: grammar.num_allowed(known, draft)] if len(draft) else draft
+            left[i, 1 + len(draft) :] = False
+            for count in range(1 + len(draft)):
+                masked[self._first_mask + i * fed.shape[1] + count] = grammar, np.append(known, draft[:count]), count
+        words = allowed_words(list(masked.values()), self._vocab_size)
+        self._rows.send_masks(list(masked), words, self._transfers.send)
+        return left
+
     def _grammar(self, entry: PlanEntry) -> Grammar | None:
         found = self._batch.arrival(entry.seq_id).params.structured_outputs
         return found if isinstance(found, Grammar) else None
@@ -123,6 +163,13 @@ class DeviceSampler:
         from nanovllm.ops.triton.sampling import draw
 
         return draw(logits, rows, positions, self.state)
+
+    def draw_uncounted(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, masks: torch.Tensor | None = None
+    ) -> Any:
+        from nanovllm.ops.triton.sampling import draw
+
+        return draw(logits, rows, positions, self.state, rows if masks is None else masks)
 
     def reports(self, entries: Sequence[PlanEntry]) -> StepReports:
         num_tops = [self._batch.arrival(entry.seq_id).params.logprobs for entry in entries]

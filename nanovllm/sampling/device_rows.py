@@ -19,8 +19,8 @@ ALWAYS = 2**31 - 1
 
 
 class DeviceRows:
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.state = spec.SamplerState.allocate(num_rows, vocab_size, device)
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, num_guesses: int = 0) -> None:
+        self.state = spec.SamplerState.allocate(num_rows, vocab_size, device, num_guesses)
         self._edits: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # row -> its edits and the tokens of its bad words
         self._lists: list[torch.Tensor] = []  # what the addresses in the state point to
 
@@ -40,6 +40,7 @@ class DeviceRows:
             floats[i, :3] = (0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p)
             floats[i, 3:6] = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
             ints[i, :3] = (min(p.top_k, vocab), self._flags(row, arrival), -1 if p.logprobs is None else p.logprobs)
+            ints[i, spec.COUNTED] = len(arrival.token_ids) - 1
             seeds[i] = arrival.seed & (2**64 - 1)
         d_rows, d_floats, d_ints, d_seeds = send([np.array(rows, np.int64), floats, ints, seeds.view(np.int64)])
         self.state.floats.index_copy_(0, d_rows, d_floats)
@@ -54,7 +55,6 @@ class DeviceRows:
         p = arrival.params
         masked = p.allowed_token_ids is not None or p.structured_outputs is not None
         flags = spec.FLAG_MASK * masked | spec.FLAG_EDITS * (row in self._edits)
-        flags |= spec.FLAG_BAD_WORDS * bool(arrival.bad_words_ids)
         return flags | spec.FLAG_PENALTIES * arrival.has_penalty
 
     def _fill_history(self, row: int, arrival: SamplingRow, send: Send) -> None:
@@ -75,10 +75,10 @@ class DeviceRows:
         if arrival.params.allowed_token_ids is not None:
             state.mask[row].copy_(send([bits_of(list(arrival.params.allowed_token_ids), vocab)])[0])
 
-    def send_masks(self, rows: list[int], words: np.ndarray, send: Send) -> None:
-        """words [rows, vocab / 32]: of the tokens that each row's grammar allows next."""
-        d_rows, d_words = send([np.array(rows, np.int64), words])
-        self.state.mask.index_copy_(0, d_rows, d_words)
+    def send_masks(self, lines: list[int], words: np.ndarray, send: Send) -> None:
+        """words [lines, vocab / 32]: of the tokens that a grammar allows next, into these lines of the masks."""
+        d_lines, d_words = send([np.array(lines, np.int64), words])
+        self.state.mask.index_copy_(0, d_lines, d_words)
 
     # ---- edits -------------------------------------------------------------------------------------------------
 

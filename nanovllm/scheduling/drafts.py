@@ -147,7 +147,8 @@ class DraftLength:
 
 class Drafts:
     def __init__(self, most: int) -> None:
-        self.most, self.length, self.max_seqs = most, DraftLength(most), MAX_SEQS
+        self.most, self.max_seqs = most, MAX_SEQS
+        self.length, self.length_with_grammar = DraftLength(most), DraftLength(most)
         self._ended = 0.0  # the newest plan
 
     def reserve(
@@ -160,13 +161,15 @@ class Drafts:
             return 0
         if num_steps == 1 and any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
             return 0
-        if any(seq.num_pending for seq, _ in chosen):
-            self.length.skip(len(chosen), num_steps)
+        seqs = [seq for seq, _ in chosen]
+        length = self._length_for(seqs)
+        if any(seq.num_pending for seq in seqs):
+            length.skip(len(seqs), num_steps)
             return 0
         room = min(limits.max_model_len - len(seq.token_ids) for seq, _ in chosen)
         wanted = max(seq.stop.max_tokens - seq.num_output for seq, _ in chosen)
         most = min(room // num_steps, -(-wanted // num_steps), limits.max_num_batched_tokens // len(chosen)) - 1
-        num_drafts = min(self.length.choose(len(chosen), _youngest(seq for seq, _ in chosen), num_steps), max(0, most))
+        num_drafts = min(length.choose(len(seqs), _youngest(seqs), num_steps), max(0, most))
         extra = num_steps * num_drafts
         if sum(blocks.num_missing(seq, extra) for seq, _ in chosen) > blocks.num_free:
             return 0
@@ -179,7 +182,8 @@ class Drafts:
         """Of a plan of these sequences: few where a length is tried, which may be slow."""
         if not self.most or len(chosen) > self.max_seqs or any(seq.num_pending for seq, _ in chosen):
             return MAX_STEPS
-        is_try = self.length.next(len(chosen), _youngest(seq for seq, _ in chosen))[1]
+        seqs = [seq for seq, _ in chosen]
+        is_try = self._length_for(seqs).next(len(seqs), _youngest(seqs))[1]
         return TRY_STEPS if is_try else MAX_STEPS
 
     def need_tokens(self, running: list[Sequence], plans: list[StepPlan]) -> bool:
@@ -189,7 +193,7 @@ class Drafts:
             return True
         if not self.most or not 0 < len(running) <= self.max_seqs:
             return False
-        return self.length.next(len(running), _youngest(running))[0] > 0
+        return self._length_for(running).next(len(running), _youngest(running))[0] > 0
 
     def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int]:
         """(guesses that were verified, those that were right) of a row of the result. Where a stop has cut its tokens,
@@ -201,12 +205,18 @@ class Drafts:
         num_right = num_tokens - plan.num_steps
         return num_drafted * num_kept // num_tokens, num_right * num_kept // num_tokens
 
-    def record(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """`now`: the plan's end. One that only goes on with its sequences took all the time since the one before."""
+    def record(self, plan: StepPlan, result: StepResult, seqs: Iterable[Sequence], now: float) -> None:
+        """`seqs`: of the plan. `now`: its end. One that only goes on with its sequences took all the time since the one
+        before."""
         before, self._ended = self._ended, now
         if self.most and plan.is_decode_only and not plan.arrivals:
             num_tokens = sum(map(len, result.token_ids))
-            self.length.record(len(plan.entries), plan.num_drafts, plan.num_steps, num_tokens, now - before)
+            self._length_for(seqs).record(len(plan.entries), plan.num_drafts, plan.num_steps, num_tokens, now - before)
+
+    def _length_for(self, seqs: Iterable[Sequence]) -> DraftLength:
+        """Beside a grammar each step waits for the host, so its times are others, and so is the text."""
+        has_grammar = any(seq.params.structured_outputs is not None for seq in seqs)
+        return self.length_with_grammar if has_grammar else self.length
 
 
 def _youngest(seqs: Iterable[Sequence]) -> int:

@@ -284,7 +284,7 @@ class Scheduler:
             published = self.blocks.publish(seq)
             if self._flights:
                 self._flights[-1].published += published
-        self.drafts.record(plan, result, now)
+        self.drafts.record(plan, result, (part.seq for part in progress), now)
         return progress
 
     def fail(self, plan: StepPlan, reason: str, culprit: int | None = None) -> list[Sequence]:

@@ -25,15 +25,16 @@ def drafted_by(model: TinyModel, most: int = 3) -> dict[str, Any]:
 
 def always(llm: LLM, *lengths: int) -> None:
     """Plans guess as many tokens as these say, over and over, whatever was measured."""
-    turn, length = 0, cast(Any, llm.engine.scheduler.drafts.length)
+    turn, drafts = 0, cast(Any, llm.engine.scheduler.drafts)
 
     def advance(*_: Any) -> int:
         nonlocal turn
         turn += 1
         return lengths[(turn - 1) % len(lengths)]
 
-    length.choose = length.skip = advance
-    length.next = lambda *_: (lengths[turn % len(lengths)], False)
+    for length in (drafts.length, drafts.length_with_grammar):
+        length.choose = length.skip = advance
+        length.next = lambda *_: (lengths[turn % len(lengths)], False)
 
 
 def counts(llm: LLM) -> tuple[int, int]:

@@ -381,31 +381,30 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     state = ["*i64", "*i64", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 5
     lane_types = ["*i32"] * 3 + ["*i64", "*i32", "*i64", "*i64", "*i32", "*i64", "*i32"] + ["i32"] * 3
     proposed = ["*i32", "*i64", "*i32", "*i32", "*i32", "*i32", "*i64", "*i64", "*i32", "*i64"] + ["i32"] * 3
-    accepted = ["*i32", "*i64", "*i32", "*i32", "*i32", "*i64", "*i64", "*i64", "*i32", "*i32"] + ["i32"] * 3
-    fed = ["*i32", "*i64", "*i32", "*i32", "*i32", "*i64", "*i32", "*i64", "*i64", "*i32", "*i64"] + ["i32"] * 4
-    feeding = {"FIRST": 0, "COUNT": 5, "GROUP": 8, "HAS_DRAWN": True, "VERIFIES": True, "BLOCK_SIZE": 16}
+    accepted = ["*i32", "*i64", "*i32", "*i32", "*i32", *["*i64"] * 3, *["*i32"] * 3, "*i16", *["i32"] * 4]
+    fed = ["*i32", "*i64", "*i32", "*i32", "*i64", "*i32", "*i64", "*i64", "*i32", "*i64"] + ["i32"] * 4
+    feeding = {"FIRST": 0, "COUNT": 5, "GROUP": 8, "HAS_DRAWN": True, "BLOCK_SIZE": 16}
     guesses = {"NUM": 4, "GROUP": 8}
     lookup = {"SHORTEST": 2, "LONGEST": 5, "BLOCK_SIZE": 16, "TILE": drafts.TILE}
     warps = {"sample tiles": 2, "sample pick": 8, "sample search": sampling_search.SEARCH_WARPS, "sample report": 8}
+    draws = {}
+    for kind, masks in (("", []), (" guesses", ["*i32"])):
+        facts = {} if masks else {"masks_ptr": None}
+        drawn, rest = [d, "*i32", *masks, "*i32", *tiles], [*sizes, "*i64", *sampler]
+        draws |= {
+            f"sample tiles{kind}": (sampling.tiles_kernel, [*drawn, *tiles, *sizes, *sampler], {"TILES": 4, **facts}),
+            f"sample pick{kind}": (sampling.pick_kernel, [*drawn, *lists, "*i64", *rest], {"ALL_TILES": 1024, **facts}),
+            f"sample search{kind}": (
+                sampling_search.search_kernel,
+                [*drawn, "*i64", *rest],
+                {"ALL_TILES": 1024, "BLOCK": sampling_search.SEARCH_BLOCK, **facts},
+            ),
+        }
     plain = {
         "norm": (norm.norm_kernel, [d, *norm_types], {**norm_consts, "PARTS": 1}),
         "norm parts": (norm.norm_kernel, ["*fp32", *norm_types], {**norm_consts, "PARTS": 8}),
         "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32"], {"TILE": 1024}),
-        "sample tiles": (
-            sampling.tiles_kernel,
-            [d, "*i32", "*i32", *tiles, *tiles, *sizes, *sampler],
-            {"TILES": sampling.TILES},
-        ),
-        "sample pick": (
-            sampling.pick_kernel,
-            [d, "*i32", "*i32", *tiles, *lists, "*i64", *sizes, "*i64", *sampler],
-            {"ALL_TILES": 1024},
-        ),
-        "sample search": (
-            sampling_search.search_kernel,
-            [d, "*i32", "*i32", *tiles, "*i64", *sizes, "*i64", *sampler],
-            {"ALL_TILES": 1024, "BLOCK": sampling_search.SEARCH_BLOCK},
-        ),
+        **draws,
         "sample report": (
             sampling_report.report_kernel,
             [d, "*i32", "*i64", *tiles, *lists, "i32", "*fp32", "*i32", "i32", *sizes, "*i32"],
@@ -420,7 +419,7 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     }
     return {
         f"{name} {dtype}": (
-            lambda arch, case=case, name=name: compile_kernel(case[0], case[1], case[2], arch, warps.get(name, 4))
+            lambda arch, case=case, name=name: compile_kernel(*case, arch, warps.get(name.removesuffix(" guesses"), 4))
         )
         for name, case in plain.items()
         if not names or name in names

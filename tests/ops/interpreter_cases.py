@@ -335,7 +335,7 @@ def test_gemv_fusions(dtype):
 
 @pytest.mark.parametrize(("num", "lookup"), [(1, (1, 1)), (3, (2, 3)), (4, (1, 5)), (7, (3, 4))])
 def test_propose_and_accept(num, lookup, monkeypatch):
-    """Of lanes that are padding, whose text does not repeat itself, that may not guess, and around a tile of 8."""
+    """Of lanes that are padding, whose text does not repeat itself, that have penalties, and around a tile of 8."""
     monkeypatch.setattr(drafts, "TILE", 8)
     rng, block_size, width = np.random.default_rng(num), 4, 40
     lens = [1, 2, 7, 8, 9, 10, 17, 18, 25, 32, 12, 14]
@@ -343,17 +343,19 @@ def test_propose_and_accept(num, lookup, monkeypatch):
     history = torch.from_numpy(rng.integers(0, 3, (len(lens), width)).astype(np.int32))
     history[3, :8] = torch.arange(8)  # nothing repeats
     tables = torch.from_numpy(rng.permutation(len(lens) * 12).reshape(len(lens), 12).astype(np.int32))
-    ints = torch.zeros(len(lens), sampler_state.NUM_INTS, dtype=torch.int32)
-    ints[10, sampler_state.ROW_FLAGS], ints[11, sampler_state.ROW_FLAGS] = sampler_state.FLAG_PENALTIES, 1
+    state = sampler_state.SamplerState.allocate(len(lens), 3, torch.device("cpu"))
+    state.ints[::2, sampler_state.ROW_FLAGS] = sampler_state.FLAG_PENALTIES
+    state.ints[1::2, sampler_state.ROW_FLAGS] = 255 - sampler_state.FLAG_PENALTIES
+    state.recent.fill_(-1)
     ends = torch.tensor([lens[row] - 1 if row >= 0 else 5 for row in rows.tolist()])
     count, kinds = len(rows) * (1 + num), (torch.int32, torch.int64, torch.int64, torch.int32, torch.int64)
     fed = tuple(torch.full((count,), 77, dtype=kind) for kind in kinds)
-    drafts.propose((rows, ends), history, tables, ints, fed, lookup, num, block_size)
+    drafts.propose((rows, ends), history, tables, state.recent, fed, lookup, num, block_size)
     drawn = torch.from_numpy(rng.integers(0, 3, count))
     samples, steps = torch.zeros(count, 3, dtype=torch.int64), torch.ones(len(rows), dtype=torch.int32)
     kept, guessed = torch.zeros(len(rows), 3, dtype=torch.int32), torch.zeros(len(rows), 3, dtype=torch.int32)
     before = history.clone()
-    drafts.accept((rows, ends, steps), history, fed, drawn, (samples, kept, guessed), num)
+    drafts.accept((rows, ends, steps), history, fed, drawn, (samples, kept, guessed), state, num)
     for lane, row in enumerate(rows.tolist()):
         own = [part.view(-1, 1 + num)[lane].tolist() for part in fed]
         if row < 0:
@@ -361,7 +363,7 @@ def test_propose_and_accept(num, lookup, monkeypatch):
             assert (steps[lane], ends[lane], kept[lane].tolist()) == (1, 5, [0, 0, 0])
             continue
         text = before[row, : lens[row]].numpy()
-        first = ngram.find(text, *lookup, num) if row != 10 else len(text)
+        first = ngram.find(text, *lookup, num)
         tokens = [int(text[-1]), *text[first : first + num].tolist()]
         places = [len(text) - 1 + i for i in range(len(tokens))]
         rest = 1 + num - len(tokens)
@@ -371,6 +373,8 @@ def test_propose_and_accept(num, lookup, monkeypatch):
         assert own[3] == [place + 1 for place in places] + [0] * rest
         slots = [int(tables[row, p // block_size]) * block_size + p % block_size for p in places]
         assert own[4] == slots + [-1] * rest
+        recent = {place % sampler_state.RECENT: token for place, token in zip(places[1:], tokens[1:])}
+        assert {at: token for at, token in enumerate(state.recent[row].tolist()) if token != -1} == recent
         new = drawn.view(-1, 1 + num)[lane].tolist()
         right = 0
         while right + 1 < len(tokens) and tokens[right + 1] == new[right]:
@@ -378,34 +382,34 @@ def test_propose_and_accept(num, lookup, monkeypatch):
         assert history[row, len(text) : len(text) + right + 1].tolist() == new[: right + 1]
         assert torch.equal(history[row, len(text) + right + 1 :], before[row, len(text) + right + 1 :])
         assert (int(ends[lane]), int(steps[lane])) == (len(text) + right, 2)
+        counts = np.bincount(new[: right + 1], minlength=3).tolist() if row % 2 == 0 else [0, 0, 0]
+        assert state.counts[row].tolist() == counts
+        assert state.ints[row, sampler_state.COUNTED] == (len(text) + right if row % 2 == 0 else 0)
         assert (kept[lane].tolist(), guessed[lane].tolist()) == ([0, right + 1, 0], [0, len(tokens) - 1, 0])
         assert samples.view(len(rows), 1 + num, 3)[lane, :, 1].tolist() == new
     assert (guessed[:, 1] == 0).any()
     assert (kept[:, 1] > 1).any()
 
 
-@pytest.mark.parametrize(("places", "verifies"), [(range(-1, 1), False), (range(2, 3), False), (range(4), True)])
-def test_feed(places, verifies):
-    """Tokens of the text before and behind its end, the newest of them just drawn; of lanes that are padding, that may
-    not guess, that begin, and that end with the text's room."""
+@pytest.mark.parametrize("places", [range(-1, 1), range(2, 3), range(4)])
+def test_feed(places):
+    """Tokens of the text before and behind its end, the newest of them just drawn; of lanes that are padding, that
+    begin, and that end with the text's room."""
     width, block_size, count = 12, 4, len(places)
     rows, ends = torch.tensor([1, -1, 2, 0, 3], dtype=torch.int32), torch.tensor([5, 7, 6, 0, 10])
     history = torch.arange(4 * width, dtype=torch.int32).view(4, width)
     tables = torch.tensor([[5, 6, 7], [2, 0, 1], [8, 9, 3], [11, 4, 10]], dtype=torch.int32)
-    ints = torch.zeros(4, sampler_state.NUM_INTS, dtype=torch.int32)
-    ints[2, sampler_state.ROW_FLAGS] = sampler_state.FLAG_PENALTIES
     drawn = torch.tensor([70, 71, 72, 73, 74]) if places.stop > 1 else None
     kinds = (torch.int32, torch.int64, torch.int64, torch.int32, torch.int64)
     fed = tuple(torch.full((5 * count,), 77, dtype=kind) for kind in kinds)
     before = history.clone()
-    drafts.feed((rows, ends), history, tables, ints, drawn, places, block_size, fed, verifies)
+    drafts.feed((rows, ends), history, tables, drawn, places, block_size, fed)
     expected = before.clone()
     for lane, row in enumerate(rows.tolist()):
         for i, place in enumerate(places):
             at = int(ends[lane]) + place
             found = [int(part.view(5, count)[lane, i]) for part in fed]
-            may = row >= 0 and 0 <= at < width and (row != 2 or (verifies and i == 0))
-            if not may:
+            if row < 0 or not 0 <= at < width:
                 assert found == [-1, 0, 0, 0, -1]
                 continue
             is_newest = drawn is not None and i == count - 1

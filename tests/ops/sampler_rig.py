@@ -21,6 +21,7 @@ KINDS: list[dict[str, Any]] = [
     {"min_tokens": 5, "temperature": 0}, {"min_tokens": 4, "temperature": 0},
     {"allowed_token_ids": [5, 9, 11, 200], "top_p": 0.9}, {"allowed_token_ids": [5, 9, 11, 200]},
     {"logprobs": 5, "top_k": 20}, {"logprobs": 20}, {"logprobs": 0, "temperature": 0},
+    {"frequency_penalty": 2.0, "presence_penalty": 1.0, "temperature": 0},
 ]  # fmt: skip
 NUM_PROMPT, NUM_OUTPUT = 7, 4  # min_tokens above and at the number of outputs
 
@@ -51,9 +52,11 @@ def make_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.T
     return logits.to(dtype)
 
 
-def make_state(rows: list[SamplingRow], vocab: int, places: list[int], device: str = "cpu") -> DeviceRows:
+def make_state(
+    rows: list[SamplingRow], vocab: int, places: list[int], device: str = "cpu", num_guesses: int = 0
+) -> DeviceRows:
     """rows[i] is in row places[i] of its state. Two uploads: the lists of edits move."""
-    found = DeviceRows(max(places) + 2, vocab, torch.device(device))
+    found = DeviceRows(max(places) + 2, vocab, torch.device(device), num_guesses)
     send = sender(device)
     half = len(rows) // 2
     found.fill(dict(zip(places[:half], rows[:half])), send)

@@ -1,14 +1,17 @@
 """The sampler's kernels against their plain twin, `sampling/sampler.py`, under Triton's interpreter."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from nanovllm.ops.sampler_state import COUNTED, RECENT
 from nanovllm.ops.triton import sampling as kernels
 from nanovllm.ops.triton.sampling_report import Reports, report
+from nanovllm.sampling.rows import bits_of
 from nanovllm.sampling.sampler import sample
-from tests.ops.sampler_rig import KINDS, make_logits, make_rows, make_state
+from tests.ops.sampler_rig import KINDS, NUM_OUTPUT, NUM_PROMPT, make_logits, make_rows, make_state, sender
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_interpreter.py"
 torch.set_num_threads(1)
@@ -51,10 +54,60 @@ def test_every_kind_of_request(kind, vocab, dtype):
         assert [token for token in tops if token != got[lane]] == wanted.token_ids[1:]
     # What the rows remember: the counts of those with penalties, and the newest tokens of all.
     for lane, (row, place, token) in enumerate(zip(rows, places, got)):
-        assert state.recent[place, positions[lane] % 64] == token
+        assert state.recent[place, positions[lane] % RECENT] == token
         if row.params.repetition_penalty != 1.0:
             assert state.counts[place].sum() == row.num_output + 1
             assert state.counts[place, token] >= 1
+            assert state.ints[place, COUNTED] == positions[lane]
+
+
+@pytest.mark.parametrize(("kind", "vocab"), [("normal", 700), ("flat", 300), ("ties", 600)])
+def test_guesses_are_seen_as_output(kind, vocab):
+    """Several lanes of a row, each after one guess more: penalties count them, bad words end with them, and each lane
+    has a mask of its own. Nothing is counted."""
+    torch.manual_seed(2)
+    num, first = 3, NUM_PROMPT + NUM_OUTPUT - 3
+    whole = make_rows(vocab, seed=4)
+    for row in whole[::3]:
+        row.token_ids[first + 1 :] = row.token_ids[first]  # the same guess three times
+    places = torch.randperm(len(whole)).tolist()
+    certain = [row._replace(token_ids=row.token_ids[:first]) for row in whole]
+    held = make_state(certain, vocab, places, num_guesses=len(whole) * (1 + num))
+    state = held.state
+    rows, masks = [], []
+    logits = make_logits(kind, len(whole) * (1 + num), vocab, torch.float32)
+    for number, (row, place) in enumerate(zip(whole, places)):
+        for count in range(1 + num):
+            params, line = row.params, place
+            if params.allowed_token_ids is not None:
+                allowed = [7 * count + 1, 9, 50 + count, 200]
+                params, line = (
+                    replace(params, allowed_token_ids=allowed),
+                    len(state.floats) + (1 + num) * number + count,
+                )
+                held.send_masks([line], bits_of(allowed, vocab)[None], sender("cpu"))
+            rows.append(row._replace(params=params, token_ids=row.token_ids[: first + count]))
+            masks.append(line)
+        state.recent[place] = int(logits[(1 + num) * number].argmax())  # old tokens, of which none counts
+        for at in range(first, first + num):
+            state.recent[place, at % RECENT] = int(row.token_ids[at])
+    before = state.counts.clone(), state.ints.clone()
+    lanes = torch.tensor(places, dtype=torch.int32).repeat_interleave(1 + num)
+    positions = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int32)
+    lines = torch.tensor(masks, dtype=torch.int32)
+    recent = state.recent.clone()
+    got = []
+    for i in range(1 + num):  # on a card lanes of one row run together; here what one draws must not reach the others
+        state.recent.copy_(recent)
+        own, where, at, line = (part[i :: 1 + num].contiguous() for part in (logits, lanes, positions, lines))
+        got.append(kernels.draw(own, where, at, state, line).tokens)
+    expected = sample(logits.clone(), rows).token_ids
+    wrong = [
+        (i, KINDS[i // 4]) for i, token in enumerate(torch.stack(got, 1).flatten().tolist()) if token != expected[i]
+    ]
+    assert not wrong
+    assert torch.equal(state.counts, before[0])
+    assert torch.equal(state.ints, before[1])
 
 
 def test_a_row_does_not_depend_on_its_neighbours_or_its_place():

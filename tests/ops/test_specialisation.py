@@ -144,6 +144,7 @@ def test_everything_else(compiled):
         heads = (empty(HEAD_DIM), empty(HEAD_DIM))
         qk_norm_rope.qk_norm_rope(qkv, heads, 1e-6, cos_sin, index, *cache, index, NUM_Q)
         drawn = sampling.draw(empty(rows, VOCAB), index.int(), index.int(), sampler_state)
+        sampling.draw(empty(rows, VOCAB), index.int(), index.int(), sampler_state, index.int())
         reports = sampling_report.Reports.allocate(rows, 1 + rows % 3, torch.device("cpu"))
         sampling_report.report(empty(rows, VOCAB), index.int(), drawn, sampler_state, reports, rows % 3)
         state = [ints(rows, dtype=torch.int64) for _ in range(3)]
@@ -158,9 +159,9 @@ def test_everything_else(compiled):
         "norm_kernel": 2,  # with and without a residual
         "silu_mul_kernel": 1,
         "qk_norm_rope_kernel": 2,  # few and many tokens
-        "tiles_kernel": 1,
-        "pick_kernel": 1,
-        "search_kernel": 1,
+        "tiles_kernel": 2,  # without and with guesses
+        "pick_kernel": 2,
+        "search_kernel": 2,
         "report_kernel": 1,
         "advance_kernel": 1,
         "begin_kernel": 1,

@@ -6,15 +6,14 @@ needs and changes stays on the device: the text of every sequence (`history`), w
 
 `propose` finds where the end of the text occurs before (twin: `ops/ngram.py:find`, whose integer key orders the places
 so that a maximum over tiles is the best place). One program owns one lane and reads its text once: 4,096 tokens are
-16 KB, from the L2 cache. Guesses that do not exist become padding rows: row -1, context length 0, slot -1. So do all
-guesses of a lane whose sampling depends on the tokens before (penalties, bad words): its state on the device has only
-tokens that are certain.
+16 KB, from the L2 cache. Guesses that do not exist become padding rows: row -1, context length 0, slot -1. Guesses are
+also written to the `recent` of the sampler's state, where penalties and bad words of the rows behind them look.
 
 `feed` makes rows of tokens that lie in the text, at places counted from its end; guesses of a draft model are written
-there one by one, behind the end, as they are drawn.
+there one by one, behind the end, as they are drawn (and the draw itself has written them to `recent`).
 
-`accept` keeps the first drawn token and those after right guesses, writes them behind the text, and moves the end.
-Each lane counts its own steps, so no program waits for another.
+`accept` keeps the first drawn token and those after right guesses, writes them behind the text, counts them for
+penalties, and moves the end. Each lane counts its own steps, so no program waits for another.
 """
 
 import torch
@@ -22,12 +21,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops.ngram import PLACES
-from nanovllm.ops.sampler_state import FLAG_BAD_WORDS, FLAG_PENALTIES, NUM_INTS, ROW_FLAGS
+from nanovllm.ops.sampler_state import COUNTED, FLAG_PENALTIES, NUM_INTS, RECENT, ROW_FLAGS, SamplerState
 from nanovllm.ops.triton.common import next_power_of_2
 
-_CERTAIN: tl.constexpr = tl.constexpr(FLAG_BAD_WORDS | FLAG_PENALTIES)
+_PENALTIES: tl.constexpr = tl.constexpr(FLAG_PENALTIES)
 _INTS: tl.constexpr = tl.constexpr(NUM_INTS)
 _FLAGS: tl.constexpr = tl.constexpr(ROW_FLAGS)
+_COUNTED: tl.constexpr = tl.constexpr(COUNTED)
+_RECENT: tl.constexpr = tl.constexpr(RECENT)
 _PLACES: tl.constexpr = tl.constexpr(PLACES)
 TILE = 1024
 
@@ -38,7 +39,7 @@ def propose_kernel(
     ends_ptr,
     history_ptr,
     tables_ptr,
-    ints_ptr,
+    recent_ptr,
     rows_ptr,
     tokens_ptr,
     positions_ptr,
@@ -59,9 +60,8 @@ def propose_kernel(
     live = row >= 0
     end = tl.load(ends_ptr + lane)  # the place of the newest token
     text = history_ptr + row * history_stride
-    may_guess = (tl.load(ints_ptr + row * _INTS + _FLAGS, mask=live, other=0) & _CERTAIN) == 0
     best = tl.full([], -1, dtype=tl.int64)
-    if live & may_guess:
+    if live:
         newest = tl.load(text + end)
         for start in range(0, end, TILE):
             place = start + tl.arange(0, TILE)
@@ -82,6 +82,7 @@ def propose_kernel(
     active = live & ((i == 0) | ((best >= 0) & (i <= NUM) & (first + i - 1 <= end)))
     position = end + i
     token = tl.load(text + tl.where(i == 0, end, first + i - 1), mask=active, other=0)
+    tl.store(recent_ptr + row * _RECENT + position % _RECENT, token, mask=active & (i > 0))
     reserved = active & (position < table_width * BLOCK_SIZE)
     block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=reserved, other=0).to(tl.int64)
     here = lane * (1 + NUM) + i
@@ -100,7 +101,6 @@ def feed_kernel(
     ends_ptr,
     history_ptr,
     tables_ptr,
-    ints_ptr,
     drawn_ptr,
     rows_ptr,
     tokens_ptr,
@@ -115,20 +115,15 @@ def feed_kernel(
     COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
-    VERIFIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     lane = tl.program_id(0).to(tl.int64)
     row = tl.load(lanes_ptr + lane).to(tl.int64)
     live = row >= 0
     end = tl.load(ends_ptr + lane)
-    may_guess = live & ((tl.load(ints_ptr + row * _INTS + _FLAGS, mask=live, other=0) & _CERTAIN) == 0)
     i = tl.arange(0, GROUP)
     position = end + FIRST + i
-    exists = (position >= 0) & (position < history_width) & (i < COUNT)
-    active = may_guess & exists
-    if VERIFIES:  # the newest token is fed in any case
-        active = active | (live & (i == 0))
+    active = live & (position >= 0) & (position < history_width) & (i < COUNT)
     text = history_ptr + row * history_stride
     token = tl.load(text + position, mask=active, other=0).to(tl.int64)
     if HAS_DRAWN:  # the newest guess, which is not in the text yet
@@ -145,7 +140,7 @@ def feed_kernel(
     tl.store(slots_ptr + here, tl.where(reserved, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=ours)
 
 
-@triton.jit(do_not_specialize=["history_stride", "history_width", "out_stride"])
+@triton.jit(do_not_specialize=["history_stride", "history_width", "out_stride", "vocab"])
 def accept_kernel(
     lanes_ptr,
     ends_ptr,
@@ -157,9 +152,12 @@ def accept_kernel(
     samples_ptr,
     kept_ptr,
     guessed_ptr,
+    ints_ptr,
+    counts_ptr,
     history_stride,
     history_width,
     out_stride,
+    vocab,
     NUM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -183,6 +181,16 @@ def accept_kernel(
     tl.store(history_ptr + row * history_stride + place, drawn.to(tl.int32), mask=(i < kept) & (place < history_width))
     tl.store(ends_ptr + lane, end + kept)
     tl.store(steps_ptr + lane, step + 1)
+    if tl.load(ints_ptr + row * _INTS + _FLAGS) & _PENALTIES != 0:
+        # A token may have been kept twice: each of its places adds all of them to the same count, and writes the same.
+        j = tl.arange(0, GROUP)
+        other = tl.load(drawn_ptr + lane * (1 + NUM) + j, mask=j <= NUM, other=0)
+        times = tl.sum(((drawn[:, None] == other[None, :]) & (j < kept)[None, :]).to(tl.int32), axis=1)
+        at = counts_ptr + row * vocab + drawn
+        before = tl.load(at, mask=i < kept, other=0)
+        tl.debug_barrier()  # a place must not read what another one has written
+        tl.store(at, before + times.to(tl.int16), mask=i < kept)
+        tl.store(ints_ptr + row * _INTS + _COUNTED, (end + kept).to(tl.int32))
 
 
 Lanes = tuple[torch.Tensor, torch.Tensor]
@@ -193,41 +201,38 @@ def propose(
     lanes: Lanes,
     history: torch.Tensor,
     tables: torch.Tensor,
-    ints: torch.Tensor,
+    recent: torch.Tensor,
     rows: Rows,
     lookup: tuple[int, int],
     num: int,
     block_size: int,
 ) -> None:
     """lanes = (row of each sequence int32, -1: padding; place of its newest token int64); history int32 and tables
-    int32 by row; ints: of the SamplerState. Writes rows = (row int32, token int64, position int64, context length
+    int32 by row; recent: of the SamplerState. Writes rows = (row int32, token int64, position int64, context length
     int32, slot int64), 1 + num for each lane."""
     shortest, longest = lookup
     strides = (history.stride(0), tables.stride(0), tables.shape[1])
     facts = {"NUM": num, "GROUP": next_power_of_2(1 + num), "SHORTEST": shortest, "LONGEST": longest}
     facts |= {"BLOCK_SIZE": block_size, "TILE": TILE}
-    propose_kernel[(len(lanes[0]),)](*lanes, history, tables, ints, *rows, *strides, **facts, num_warps=4)
+    propose_kernel[(len(lanes[0]),)](*lanes, history, tables, recent, *rows, *strides, **facts, num_warps=4)
 
 
 def feed(
     lanes: Lanes,
     history: torch.Tensor,
     tables: torch.Tensor,
-    ints: torch.Tensor,
     drawn: torch.Tensor | None,
     places: range,
     block_size: int,
     rows: Rows,
-    verifies: bool = False,
 ) -> None:
     """Writes `rows`, as `propose` does, of the tokens at these places, counted from the newest one, for each lane.
-    `drawn` int64 [lanes]: the token at the last of the places. `verifies`: for the large model, which is fed the newest
-    token also of lanes that may not guess; else these are padding."""
+    `drawn` int64 [lanes]: the token at the last of the places."""
     strides = (history.stride(0), history.shape[1], tables.stride(0), tables.shape[1])
     facts = {"FIRST": places.start, "COUNT": len(places), "GROUP": next_power_of_2(len(places))}
-    facts |= {"HAS_DRAWN": drawn is not None, "VERIFIES": verifies, "BLOCK_SIZE": block_size}
+    facts |= {"HAS_DRAWN": drawn is not None, "BLOCK_SIZE": block_size}
     pointer = history if drawn is None else drawn
-    feed_kernel[(len(lanes[0]),)](*lanes, history, tables, ints, pointer, *rows, *strides, **facts, num_warps=1)
+    feed_kernel[(len(lanes[0]),)](*lanes, history, tables, pointer, *rows, *strides, **facts, num_warps=1)
 
 
 def accept(
@@ -236,10 +241,11 @@ def accept(
     rows: Rows,
     drawn: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    state: SamplerState,
     num: int,
 ) -> None:
     """lanes = (row, place of the newest token, step int32 [lanes]). out = (samples int64 [lanes * (1 + num), steps],
     kept int32 [lanes, steps], guessed int32 [lanes, steps]), a column for each step."""
-    tensors = (*lanes, history, rows[0], rows[1], drawn, *out)
-    strides = (history.stride(0), history.shape[1], out[0].stride(0))
-    accept_kernel[(len(lanes[0]),)](*tensors, *strides, NUM=num, GROUP=next_power_of_2(1 + num), num_warps=1)
+    tensors = (*lanes, history, rows[0], rows[1], drawn, *out, state.ints, state.counts)
+    sizes = (history.stride(0), history.shape[1], out[0].stride(0), state.vocab_size)
+    accept_kernel[(len(lanes[0]),)](*tensors, *sizes, NUM=num, GROUP=next_power_of_2(1 + num), num_warps=1)

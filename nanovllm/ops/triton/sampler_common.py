@@ -1,7 +1,8 @@
 """What the sampler's kernels share: numbers that sort, noise, edited logits, lists of candidates.
 
-A lane is a line of logits; rows[lane] is its row of the SamplerState, -1 for padding. Comparisons are made on
-`order`, the bits of a float as an unsigned number that sorts alike. A kernel that reads logits again edits them again.
+A lane is a line of logits; rows[lane] is its row of the SamplerState, -1 for padding. Several lanes may have the same
+row: the newest token of a sequence, and guesses after it. Comparisons are made on `order`, the bits of a float as an
+unsigned number that sorts alike. A kernel that reads logits again edits them again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton.language as tl
 from nanovllm.ops import sampler_state as spec
 from nanovllm.ops.sampling import LEVEL_COLUMN, LEVEL_TILE, TILE
 from nanovllm.ops.triton.common import LOG2E, LOWEST, next_power_of_2
+from nanovllm.sampling_params import MAX_BAD_WORD
 
 SUB = 256  # columns whose maximum is kept: a vocabulary of 32,000 has 125 such tiles, so top_k = 100 has a bound
 CANDIDATES = 256
@@ -30,12 +32,13 @@ _FREQUENCY, _TOP_K = tl.constexpr(spec.FREQUENCY), tl.constexpr(spec.TOP_K)
 _FLAGS, _NUM_LOGPROBS = tl.constexpr(spec.ROW_FLAGS), tl.constexpr(spec.NUM_LOGPROBS)
 _START_EDITS, _NUM_EDITS = tl.constexpr(spec.START_EDITS), tl.constexpr(spec.NUM_EDITS)
 _MASK, _EDITS = tl.constexpr(spec.FLAG_MASK), tl.constexpr(spec.FLAG_EDITS)
-_PENALTIES = tl.constexpr(spec.FLAG_PENALTIES)
+_PENALTIES, _COUNTED = tl.constexpr(spec.FLAG_PENALTIES), tl.constexpr(spec.COUNTED)
+_MAX_BAD_WORD = tl.constexpr(MAX_BAD_WORD)
 _HUGE = tl.constexpr(1.0e30)
 _ALL_IDS = tl.constexpr(2**31 - 1)
 _UNSETTLED = tl.constexpr(-1)
 _LEAST = tl.constexpr(0x00800000)  # order(-inf) + 1: the least key of a token that may be drawn
-UNALIGNED = ["rows_ptr", "positions_ptr", "tokens_ptr", "floats_ptr", "ints_ptr", "seeds_ptr", "mask_ptr",
+UNALIGNED = ["rows_ptr", "masks_ptr", "positions_ptr", "tokens_ptr", "floats_ptr", "ints_ptr", "seeds_ptr", "mask_ptr",
              "counts_ptr", "prompt_ptr", "recent_ptr", "edits_ptr", "words_ptr"]  # fmt: skip
 
 
@@ -101,12 +104,17 @@ def raw_logits(logits_ptr, column, wanted):
 
 @triton.jit
 def edited(x, column, wanted, row, position, vocab, state):
-    """Bans and biases, then penalties, in the order of vLLM. Most rows have none: their branches are not taken."""
-    floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr = state
+    """Bans and biases, then penalties, in the order of vLLM. Most rows have none: their branches are not taken.
+    `state`: pointers of the SamplerState, then that to the lines of `mask` which lanes have, and the lane. Without the
+    former the line is the row, and there are no guesses."""
+    floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr, masks_ptr, lane = state
     flags = tl.load(ints_ptr + row * _INTS + _FLAGS)
     words = tl.cdiv(vocab, 32)
     if flags & _MASK != 0:
-        word = tl.load(mask_ptr + row * words + column // 32, mask=wanted, other=0)
+        line = row
+        if masks_ptr is not None:
+            line = tl.load(masks_ptr + lane)
+        word = tl.load(mask_ptr + line * words + column // 32, mask=wanted, other=0)
         x = tl.where((word >> (column % 32)) & 1 != 0, x, float("-inf"))
     if flags & _EDITS != 0:
         # An edit is (token, bias, position before which it holds, start, length and earliest place of a word).
@@ -119,7 +127,7 @@ def edited(x, column, wanted, row, position, vocab, state):
             length = tl.load(edits + i * 8 + 4)
             if length > 0:  # a bad word: its other tokens must be the newest ones of the output
                 other = tl.load(words_ptr).to(tl.pointer_type(tl.int32)) + tl.load(edits + i * 8 + 3)
-                j = tl.arange(0, _RECENT)
+                j = tl.arange(0, _MAX_BAD_WORD)
                 at = position - length + j
                 inside = (j < length) & (at >= tl.load(edits + i * 8 + 5))
                 newest = tl.load(recent_ptr + row * _RECENT + at % _RECENT, mask=inside, other=-1)
@@ -128,6 +136,11 @@ def edited(x, column, wanted, row, position, vocab, state):
             x = tl.where(holds & (column == token), x + bias, x)
     if flags & _PENALTIES != 0:
         count = tl.load(counts_ptr + row.to(tl.int64) * vocab + column, mask=wanted, other=0).to(tl.float32)
+        if masks_ptr is not None:
+            for back in range(
+                1, position - tl.load(ints_ptr + row * _INTS + _COUNTED)
+            ):  # guesses, which are not counted
+                count += (column == tl.load(recent_ptr + row * _RECENT + (position - back) % _RECENT)).to(tl.float32)
         word = tl.load(prompt_ptr + row * words + column // 32, mask=wanted, other=0)
         seen = (count > 0) | ((word >> (column % 32)) & 1 != 0)
         factor = tl.where(seen, tl.load(floats_ptr + row * _FLOATS + _REPETITION), 1.0)
@@ -219,12 +232,17 @@ def totals(row, peaks, sums, state):
 
 @triton.jit
 def record(token, lane, row, position, vocab, any_left, tokens_ptr, state):
-    """The token, and what the row remembers of it. If all is banned or not a number, the token is 0."""
+    """The token, and what the row remembers of it. If all is banned or not a number, the token is 0. Where guesses are
+    verified, a token is certain later (ops/triton/drafts.py:accept_kernel): another lane of the same row may read
+    `recent` here while this one writes it, and then either finds the guess that it follows, or that guess was wrong and
+    what the other lane draws is dropped."""
     token = tl.where(any_left, tl.minimum(token, vocab - 1), 0)
     tl.store(tokens_ptr + lane, token.to(tl.int64))
-    if tl.load(state[1] + row * _INTS + _FLAGS) & _PENALTIES != 0:
-        at = state[3] + row.to(tl.int64) * vocab + token
-        tl.store(at, tl.load(at) + 1)
+    if state[8] is None:  # noqa: SIM102
+        if tl.load(state[1] + row * _INTS + _FLAGS) & _PENALTIES != 0:
+            at = state[3] + row.to(tl.int64) * vocab + token
+            tl.store(at, tl.load(at) + 1)
+            tl.store(state[1] + row * _INTS + _COUNTED, position)
     tl.store(state[5] + row * _RECENT + position % _RECENT, token)
 
 

@@ -75,8 +75,9 @@ TILES = 4  # of a program of tiles_kernel
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def tiles_kernel(
-    logits_ptr, rows_ptr, positions_ptr, peaks_ptr, sums_ptr, raw_peaks_ptr, raw_sums_ptr, stride, vocab, num_tiles,
-    floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr, TILES: tl.constexpr,
+    logits_ptr, rows_ptr, masks_ptr, positions_ptr, peaks_ptr, sums_ptr, raw_peaks_ptr, raw_sums_ptr, stride, vocab,
+    num_tiles, floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
@@ -94,7 +95,18 @@ def tiles_kernel(
     scale = scale_of(row, floats_ptr) * _LOG2E
     x = raw
     if has_edits:
-        state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr)
+        state = (
+            floats_ptr,
+            ints_ptr,
+            mask_ptr,
+            counts_ptr,
+            prompt_ptr,
+            recent_ptr,
+            edits_ptr,
+            words_ptr,
+            masks_ptr,
+            lane,
+        )
         x = edited(raw, column, wanted, row, position, vocab, state)
     peak = tl.max(x, axis=1)
     total = tl.sum(tl.exp2((x - tl.maximum(peak, LOWEST)[:, None]) * scale), axis=1)
@@ -162,9 +174,9 @@ def draw_from_list(logits_ptr, row, position, seed, vocab, peaks, sums, near_ptr
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def pick_kernel(
-    logits_ptr, rows_ptr, positions_ptr, peaks_ptr, sums_ptr, near_ptr, values_ptr, ids_ptr, tokens_ptr, stride, vocab,
-    num_tiles, seeds_ptr, floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr,
-    ALL_TILES: tl.constexpr,
+    logits_ptr, rows_ptr, masks_ptr, positions_ptr, peaks_ptr, sums_ptr, near_ptr, values_ptr, ids_ptr, tokens_ptr,
+    stride, vocab, num_tiles, seeds_ptr, floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr,
+    words_ptr, ALL_TILES: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + lane)
@@ -173,7 +185,7 @@ def pick_kernel(
     sums = tl.load(sums_ptr + lane * num_tiles + i, mask=i < num_tiles, other=0.0)
     if row < 0:
         return
-    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr)
+    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr, masks_ptr, lane)
     logits_ptr += lane * stride
     position = tl.load(positions_ptr + lane)
     seed = tl.load(seeds_ptr + row)
@@ -192,7 +204,8 @@ def pick_kernel(
     if token == _UNSETTLED:
         tl.store(tokens_ptr + lane, token.to(tl.int64))
     else:
-        record(token, lane, row, position, vocab, tl.max(peaks, axis=0) > float("-inf"), tokens_ptr, state)
+        any_left = tl.max(peaks, axis=0) > float("-inf")
+        record(token, lane, row, position, vocab, any_left, tokens_ptr, state)
 
 
 # ---- launching -------------------------------------------------------------------------------------------------------
@@ -207,8 +220,17 @@ class Drawn:
     raw_sums: torch.Tensor
 
 
-def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, state: SamplerState) -> Drawn:
-    """logits [lanes, >= vocab], rows int32 (-1: no token), positions of the tokens drawn. Counts them in the state."""
+def draw(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    state: SamplerState,
+    masks: torch.Tensor | None = None,
+) -> Drawn:
+    """logits [lanes, >= vocab], rows int32 (-1: no token), positions of the tokens drawn. They are counted in the
+    state, unless there are `masks` (int32, the line of state.mask of each lane): then guesses may lie before these
+    positions, and the tokens may be dropped. The kernels are compiled without masks and with them: tiles_kernel spills
+    more registers where it looks for guesses."""
     lanes, vocab, device = len(logits), state.vocab_size, logits.device
     assert logits.stride(1) == 1
     # A multiple of TILES keeps the rows of `peaks` on 16 bytes, so that one compilation serves every number of lanes.
@@ -220,7 +242,7 @@ def draw(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, stat
     data = [state.floats, state.ints, state.mask, state.counts, state.prompt, state.recent]
     data += [state.edits_address, state.words_address]
     sizes = (logits.stride(0), vocab, num_tiles)
-    found = (logits, rows, positions, peaks, sums)
+    found = (logits, rows, masks, positions, peaks, sums)
     # The branches for edits would take 150 registers, so that few programs fit on a processor at once: 256 rows of
     # 151,936 columns took 51 us. With at most 64 registers (what is spilled is used by edits only) 38 us.
     tiles_kernel[(lanes, num_tiles // TILES)](

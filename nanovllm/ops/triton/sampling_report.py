@@ -62,7 +62,7 @@ def report_kernel(
     found = tl.full([], _CAP + 1, dtype=tl.int32)
     bound = tl.maximum(kth_largest(order(peaks), num_top), _LEAST)
     if (num_top > 0) & ((bound > _LEAST) | (vocab <= _CAP)):
-        state = (0, 0, 0, 0, 0, 0, 0, 0)
+        state = (0, 0, 0, 0, 0, 0, 0, 0, None, lane)
         found = list_above(
             logits_ptr, row, row, vocab, peaks, bound, near_ptr + lane * num_tiles, values_ptr, ids_ptr, state, False
         )

@@ -126,7 +126,7 @@ def draw_from_row(logits_ptr, row, position, seed, vocab, peak, whole, lowest, s
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def search_kernel(
-    logits_ptr, rows_ptr, positions_ptr, peaks_ptr, sums_ptr, tokens_ptr, stride, vocab, num_tiles,
+    logits_ptr, rows_ptr, masks_ptr, positions_ptr, peaks_ptr, sums_ptr, tokens_ptr, stride, vocab, num_tiles,
     seeds_ptr, floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr,
     ALL_TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def search_kernel(
         return
     if tl.load(tokens_ptr + lane) != _UNSETTLED:
         return
-    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr)
+    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr, masks_ptr, lane)
     i = tl.arange(0, ALL_TILES)
     peaks = tl.load(peaks_ptr + lane * num_tiles + i, mask=i < num_tiles, other=float("-inf"))
     sums = tl.load(sums_ptr + lane * num_tiles + i, mask=i < num_tiles, other=0.0)
