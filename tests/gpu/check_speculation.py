@@ -36,7 +36,16 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "several": {"temperature": 0.9, "seed": 5, "n": 3},
     "stop": {"temperature": 0, "stop": ["seven"]},
 }
-GRAMMAR: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "(one|two|three| )+"}, "max_tokens": 20}
+EDITS: dict[str, dict[str, Any]] = {  # need the guesses before a row
+    "counts": {"temperature": 0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+    "bad words": {"temperature": 0.7, "seed": 6, "bad_words": ["seven", "four five"]},
+}
+FORM: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "(one|two|three| )+"}, "max_tokens": 20}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "grammar": FORM,
+    "several in a form": {**FORM, "temperature": 1.0, "seed": 7, "n": 3},
+    "form and counts": {**FORM, "frequency_penalty": 1.0, "max_tokens": 40},
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "captured": {},
     "one step a visit": {"decode_steps": 1},
@@ -63,6 +72,10 @@ def make_deepseek(folder: Path, knows: bool) -> Path:
     hf_model(Variant(tiny.family, {**tiny.config, **SHAPE}), seed=0).save_pretrained(folder / "plain")
     (add_knowing_layer if knows else add_mtp_layer)(folder / "plain", folder / "mtp")
     return folder / "mtp"
+
+
+def with_grammars() -> dict[str, dict[str, Any]]:
+    return {**REQUESTS, **EDITS, **{name: {**fields, "ignore_eos": False} for name, fields in GRAMMARS.items()}}
 
 
 def answers(llm: LLM, requests: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -92,7 +105,7 @@ def main() -> int:
 def check(name: str, model: str, device: str) -> dict[str, Any]:
     common = {"device": device, "dtype": "float32", "quantization": "none", "max_num_seqs": 16}
     common |= {"max_model_len": 1024, **OPTIONS[name]}
-    requests = {**REQUESTS, "grammar": {**GRAMMAR, "ignore_eos": False}} if name == "captured" else REQUESTS
+    requests = {**REQUESTS, **EDITS} if name.startswith("mtp") or name == "few blocks" else with_grammars()
     guessing: dict[str, Any] = LOOKUP
     with tempfile.TemporaryDirectory() as folder:
         if name == "draft model":
@@ -100,7 +113,7 @@ def check(name: str, model: str, device: str) -> dict[str, Any]:
         elif name.startswith("mtp"):
             model, guessing = str(make_deepseek(Path(folder), "knows" in name)), {"method": "mtp"}
             guessing["num_speculative_tokens"] = 2
-            requests = {key: fields for key, fields in REQUESTS.items() if key != "stop"}
+            requests = {key: fields for key, fields in requests.items() if key not in ("stop", "bad words")}
         found: list[dict[str, Any]] = []
         for more in ({}, {"speculative_config": guessing}):
             with LLM(model, **common, **more) as llm:
