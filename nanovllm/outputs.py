@@ -58,6 +58,10 @@ class RequestMetrics:
     # bytes_per_token, stall_seconds, prefetch_precision and the counts behind them. None if all experts are resident.
     experts: dict[str, Any] | None = None
 
+    def scheduled(self, now: float) -> None:
+        """First, or again after a preemption."""
+        self.first_scheduled_time = self.first_scheduled_time or now
+
     def add_drafts(self, num_drafted: int, num_accepted: int) -> None:
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted

@@ -144,6 +144,47 @@ def test_reset_prefix_cache_ends_what_was_planned_ahead(make_llm: MakeLLM, monke
     assert len(llm.generate([7] * 70, GREEDY, use_tqdm=False)[0]["token_ids"]) == NEW_TOKENS
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "sjf"])
+def test_the_device_begins_before_all_prompts_are_read(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """With the plans that it has if all are there. Where the shortest goes first, all must be there."""
+    llm = make_llm(max_num_batched_tokens=64, max_num_seqs=8, scheduling_policy=policy)
+    engine, launch, add = llm.engine, llm.engine.executor.launch, llm.engine.scheduler.add
+    monkeypatch.setattr(engine.executor.runner, "overlap", 2)
+    events: list[Any] = []
+    monkeypatch.setattr(engine.executor, "launch", lambda plan: events.append(plan.entries) or launch(plan))
+    monkeypatch.setattr(engine.scheduler, "add", lambda seq: events.append("add") or add(seq))
+    prompts = [[3 + (i * k) % (VOCAB - 3) for k in range(1, 12 + 7 * i)] for i in range(1, 9)]
+
+    def run() -> tuple[list[Any], list[Any], int]:
+        events.clear()
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert llm.reset_prefix_cache()
+        plans = [event for event in events if event != "add"]
+        shapes = [[(entry.start, entry.num_new, entry.samples) for entry in plan] for plan in plans]
+        return [o["token_ids"] for o in outputs], shapes, events.index(plans[0])
+
+    tokens, shapes, num_before = run()
+    assert num_before == (3 if policy == "fcfs" else 8)
+    monkeypatch.setattr(engine, "begin", lambda: None)
+    assert run() == (tokens, shapes, 8)
+
+
+def test_a_prompt_refused_behind_a_step_that_runs(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(max_num_batched_tokens=64, max_num_seqs=8)
+    monkeypatch.setattr(llm.engine.executor.runner, "overlap", 2)
+    prompts = [[5 + i] * 70 for i in range(3)]
+    expected = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    step = llm.engine.scheduler.step
+    with pytest.raises(RequestError, match=r"prompt 3: .*-1"):
+        llm.generate([*prompts, [-1]], GREEDY, use_tqdm=False)
+    assert llm.engine.scheduler.step > step, "nothing ran: this test shows nothing"
+    assert not llm.engine.has_unfinished_requests()
+    assert [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == expected
+    assert llm.engine.scheduler.blocks.num_used == 0
+
+
 def test_watchers_see_the_empty_cache(make_llm: MakeLLM) -> None:
     llm, events = make_llm(), []
 

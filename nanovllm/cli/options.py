@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -39,7 +40,7 @@ from nanovllm.config import (
     SPECULATIVE_METHODS,
     EngineConfig,
 )
-from nanovllm.errors import RequestError
+from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -74,6 +75,7 @@ class OptionGroup:
     skipped: frozenset[str] = frozenset()
     common: frozenset[str] | None = None  # what --help shows; None = all
     only_given: bool = False  # `build` gets the options of the command line and no defaults
+    others: Mapping[str, Any] = field(default_factory=dict)  # options of `build` that are no fields, and their kinds
 
     def __post_init__(self) -> None:
         if self.build is None:
@@ -85,7 +87,7 @@ class OptionGroup:
             self._parameter(f.name, self.types.get(f.name, hints[f.name]), self.defaults.get(f.name, f.default))
             for f in dataclasses.fields(self.of)
             if f.name not in self.skipped
-        ]
+        ] + [self._parameter(name, kind, None) for name, kind in self.others.items()]
 
     def _parameter(self, name: str, kind: Any, default: Any) -> inspect.Parameter:
         if get_origin(kind) is Annotated:  # the field declares its option itself
@@ -187,10 +189,22 @@ def _one_of(names: tuple[str, ...]) -> str:
     return f"One of: {', '.join(names)}."
 
 
+def _engine_config(values: dict[str, Any]) -> EngineConfig:
+    text = values.pop("speculative_config", None)
+    if text is not None:
+        try:
+            values["speculative_config"] = json.loads(text)
+        except ValueError as error:
+            example = """'{"method": "ngram", "num_speculative_tokens": 4}'"""
+            raise ConfigError(f"speculative_config={text!r}: no JSON ({error}); write for example {example}") from None
+    return EngineConfig.from_options(**values)
+
+
 ENGINE = OptionGroup(
     title="Engine",
     of=EngineConfig,
-    build=lambda values: EngineConfig.from_options(**values),
+    build=_engine_config,
+    others={"speculative_config": str | None},
     common=frozenset({"model", "device", "dtype", "max_model_len", "gpu_memory_gb", "tensor_parallel_size", "seed"}),
     help={
         "model": "A folder in Hugging Face format, a .gguf file, a repository id, or smollm2.",
@@ -218,6 +232,8 @@ ENGINE = OptionGroup(
         "speculative_method": "Guess several tokens and verify them in one step, same output: ngram guesses what "
         f"followed the same tokens before, draft_model asks a smaller model, mtp the layer of DeepSeek-V3 for it. "
         f"{_one_of(SPECULATIVE_METHODS)}",
+        "speculative_config": "The five options of speculation in vLLM's form, a JSON object: "
+        """'{"method": "ngram", "num_speculative_tokens": 4}'.""",
         "speculative_model": "draft_model: a smaller model with the same vocabulary, as --model.",
         "num_speculative_tokens": "Speculation: most guesses for a sequence in one step; none = 4, with mtp 1.",
         "prompt_lookup_max": "ngram: most tokens that are compared; none = prompt-lookup-min, or 5.",

@@ -180,6 +180,12 @@ class InputProcessor:
         if allowed is not None and all(token_id in banned for token_id in allowed):
             raise RequestError(f"allowed_token_ids: {' and '.join(sorted(set(banned.values())))} ban all of them")
 
+    def check_priority(self, priority: int, policy: str) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority={priority!r}: must be an integer; smaller is served first")
+        if priority and policy != "priority":
+            raise RequestError(f"priority={priority}: this engine serves {policy}; set scheduling_policy='priority'")
+
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is written inside a text and at its start: with and without a space before it."""
         found: dict[tuple[int, ...], None] = {}

@@ -90,8 +90,7 @@ class LLMEngine:
         self._made: dict[str, RequestDelta] = {}  # by the step that runs
         self.unread: dict[str, RequestDelta] = {}  # of an interrupted step, or put back: the next step returns them
         self._changing = False  # stays True if an exception interrupts a change
-        self._last_landing = 0.0
-        self._num_grammars = 0  # running requests that have one
+        self._last_landing, self._num_grammars = 0.0, 0  # the latter: running requests that have one
         self._seq_ids, self._request_count = itertools.count(), itertools.count()
         self._closed, self._process = False, os.getpid()
 
@@ -107,11 +106,7 @@ class LLMEngine:
         parsed = prompt if isinstance(prompt, EngineInput) else self.inputs.parse(prompt)
         self.scheduler.check_fits(len(parsed.token_ids))
         self.inputs.check_params(params)
-        policy = self.scheduler.policy.name
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority={priority!r}: must be an integer; smaller is served first")
-        if priority and policy != "priority":
-            raise RequestError(f"priority={priority}: this engine serves {policy}; set scheduling_policy='priority'")
+        self.inputs.check_priority(priority, self.scheduler.policy.name)
         return parsed
 
     def add_request(
@@ -247,6 +242,12 @@ class LLMEngine:
             self._report([self._by_seq[seq.seq_id][0] for seq in moved if seq.seq_id in self._by_seq])
             return list(self._made.values())
 
+    def begin(self) -> None:
+        """Start a step of the requests that are here, unless one that is added later may have to go first."""
+        if self.scheduler.policy.name == "fcfs" and max(1, len(self._flights)) < self._depth(alone=False):
+            with self._change():
+                self._launch_next()
+
     def _depth(self, alone: bool) -> int:
         """How many plans are in flight: one if each needs the tokens of the one before, with a grammar or guesses."""
         waits = self.scheduler.drafts.need_tokens(self.scheduler.running, [flight[0] for flight in self._flights])
@@ -262,8 +263,7 @@ class LLMEngine:
             return False
         now = time.monotonic()
         for arrival in plan.arrivals:
-            metrics = self._by_seq[arrival.seq_id][0].metrics
-            metrics.first_scheduled_time = metrics.first_scheduled_time or now
+            self._by_seq[arrival.seq_id][0].metrics.scheduled(now)
         self.stats.observe(self.scheduler)
         try:
             self._flights.append((plan, self.executor.launch(plan), now))

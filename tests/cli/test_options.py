@@ -119,7 +119,7 @@ def test_every_option_is_explained() -> None:
     for group in (ENGINE, SAMPLING, SERVER, PLAN, MOE, LOAD):
         names = {f.name for f in dataclasses.fields(group.of)} - group.skipped
         assert (group.common or names) <= names
-        assert set(group.help) == names, "an option without help, or help without an option"
+        assert set(group.help) == names | set(group.others), "an option without help, or help without an option"
         assert all(group.help.values())
 
 
@@ -133,6 +133,21 @@ def test_every_benchmark_can_be_saved(run: Run) -> None:
 def test_defaults_are_those_of_the_config() -> None:
     values = {parameter.name: parameter.default for parameter in ENGINE.parameters()}
     assert ENGINE.build(values) == EngineConfig()
+
+
+def test_speculation_as_vllm_writes_it(run: Run) -> None:
+    values = {parameter.name: parameter.default for parameter in ENGINE.parameters()}
+    text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    wanted = EngineConfig(
+        speculative_method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=2
+    )
+    assert ENGINE.build({**values, "speculative_config": text}) == wanted
+    for wrong, words in (("ngram", "no JSON"), ("[]", "must be a dictionary"), ('{"method": "eagle"}', "'eagle'")):
+        result = run("generate", "Hi", "--speculative-config", wrong)
+        assert result.code != 0
+        assert words in result.err
+    differ = ["--speculative-method", "mtp", "--speculative-config", text]
+    assert "differ: give one" in run("generate", "Hi", *differ).err
 
 
 def test_sampling_defaults_and_lists() -> None:

@@ -137,9 +137,8 @@ def edited(x, column, wanted, row, position, vocab, state):
     if flags & _PENALTIES != 0:
         count = tl.load(counts_ptr + row.to(tl.int64) * vocab + column, mask=wanted, other=0).to(tl.float32)
         if masks_ptr is not None:
-            for back in range(
-                1, position - tl.load(ints_ptr + row * _INTS + _COUNTED)
-            ):  # guesses, which are not counted
+            num_guesses = position - tl.load(ints_ptr + row * _INTS + _COUNTED) - 1  # they are not counted
+            for back in range(1, num_guesses + 1):
                 count += (column == tl.load(recent_ptr + row * _RECENT + (position - back) % _RECENT)).to(tl.float32)
         word = tl.load(prompt_ptr + row * words + column // 32, mask=wanted, other=0)
         seen = (count > 0) | ((word >> (column % 32)) & 1 != 0)

@@ -93,20 +93,9 @@ def tiles_kernel(
     has_edits = tl.load(ints_ptr + row * _INTS + _FLAGS) != 0
     has_logprobs = tl.load(ints_ptr + row * _INTS + _NUM_LOGPROBS) >= 0
     scale = scale_of(row, floats_ptr) * _LOG2E
+    state = (floats_ptr, ints_ptr, mask_ptr, counts_ptr, prompt_ptr, recent_ptr, edits_ptr, words_ptr, masks_ptr, lane)
     x = raw
     if has_edits:
-        state = (
-            floats_ptr,
-            ints_ptr,
-            mask_ptr,
-            counts_ptr,
-            prompt_ptr,
-            recent_ptr,
-            edits_ptr,
-            words_ptr,
-            masks_ptr,
-            lane,
-        )
         x = edited(raw, column, wanted, row, position, vocab, state)
     peak = tl.max(x, axis=1)
     total = tl.sum(tl.exp2((x - tl.maximum(peak, LOWEST)[:, None]) * scale), axis=1)
