@@ -16,11 +16,18 @@ from tests.cli.runner import Run, make_runner
 from tests.tiny_models import TinyModel, build, save_tokenizer
 
 # Whole files go to the processes in this order: a long one that begins last would keep the others waiting.
-LONGEST = ("test_cross_compile.py", "test_triton_interpreter.py", "test_device_path.py", "test_faults.py")
+LONGEST = (
+    "test_draft_path.py",
+    "test_cross_compile.py",
+    "test_triton_interpreter.py",
+    "test_device_path.py",
+    "test_faults.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture(autouse=True)
