@@ -6,6 +6,9 @@ sequence arrives (`sampling/device_rows.py`), read by `ops/triton/sampling.py`, 
 `counts` has the output up to the place COUNTED. Tokens after it are guesses (runner/draft_loop.py): they lie in
 `recent`, and a draw at position p adds those from COUNTED + 1 to p - 1 to the counts. `recent` is a ring, with room for
 the longest bad word and for the guesses behind the newest token.
+
+A text that has ended is not computed on: `decode_state.py` compares its length with MAX_LEN, and its newest token, from
+the position STOPS_FROM on, with the first NUM_STOPS of its stop ids, which are stored plus one: 0 is none.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from nanovllm.sampling_params import MAX_BAD_WORD
 
 # Columns of SamplerState.floats and .ints
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = 0, 1, 2, 3, 4, 5, 8
-TOP_K, ROW_FLAGS, NUM_LOGPROBS, START_EDITS, NUM_EDITS, COUNTED, NUM_INTS = 0, 1, 2, 3, 4, 5, 8
+TOP_K, ROW_FLAGS, NUM_LOGPROBS, START_EDITS, NUM_EDITS, COUNTED, MAX_LEN, STOPS_FROM = range(8)
+FIRST_STOP, NUM_STOPS, NUM_INTS = 8, 8, 16
 FLAG_MASK, FLAG_EDITS, FLAG_PENALTIES = 1, 2, 4
 EDIT_FIELDS = 8  # token, bits of the bias, position before which it holds; start, length and earliest place of a word
 RECENT = 2 * MAX_BAD_WORD  # newest tokens of a row, guesses too: a bad word, and the 17 places that a step may write

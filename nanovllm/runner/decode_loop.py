@@ -22,7 +22,8 @@ from nanovllm.layers.attention import Step
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.relay import Relay, relays
 from nanovllm.runner.row_tables import RowTables
-from nanovllm.runner.step import Bounds, Draw, Forward, StepOutput, draw_from, step_of
+from nanovllm.runner.samplers import DeviceSampler
+from nanovllm.runner.step import Bounds, Forward, StepOutput, draw_from, step_of
 from nanovllm.scheduling.drafts import MAX_STEPS
 from nanovllm.scheduling.plan import PlanEntry
 
@@ -86,10 +87,11 @@ class DecodeLoop:
         row_tokens: torch.Tensor,
         max_model_len: int,
         transfers: Transfers,
-        draw: Draw,
+        sampler: DeviceSampler,
     ) -> None:
         """`row_tokens`: the newest token of every row, and one of padding."""
-        self._forward, self._model, self._draw = forward, forward.model, draw
+        self._forward, self._model = forward, forward.model
+        self._draw, self._ints = sampler.draw, sampler.state.ints
         self._batch = batch
         self._transfers = transfers
         self._max_model_len = max_model_len
@@ -154,7 +156,7 @@ class DecodeLoop:
             lanes.rows,
             d_tokens,
             d_positions,
-            (self._row_tokens, self._tables.tables),
+            (self._row_tokens, self._tables.tables, self._ints),
             (lanes.tokens, lanes.positions, lanes.context_lens, lanes.slots, lanes.block_tables),
             self._batch.block_size,
             num_blocks,
@@ -232,5 +234,7 @@ class DecodeLoop:
             lanes.block_tables,
             lanes.out,
             lanes.step,
+            lanes.rows,
+            self._ints,
             self._batch.block_size,
         )

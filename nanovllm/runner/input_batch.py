@@ -116,6 +116,7 @@ class InputBatch:
             arrival.stop_ids,
             arrival.bad_words_ids,
             0 if length is None else length - len(known),
+            arrival.max_len,
         )
 
     def row(self, seq_id: int) -> int:

@@ -116,7 +116,7 @@ class ModelRunner:
         self._tables = RowTables(self.batch, max_num_seqs, num_blocks, device.torch_device)
         self._loop: DecodeLoop | None = None
         self._draft_loop: DraftLoop | None = None
-        if on_device and captures_attention(model):
+        if isinstance(self.sampler, DeviceSampler) and captures_attention(model):
             self._loop = DecodeLoop(
                 self._forward,
                 self.batch,
@@ -124,10 +124,10 @@ class ModelRunner:
                 self._row_tokens,
                 limits.max_model_len,
                 self.transfers,
-                self.sampler.draw,
+                self.sampler,
             )
             guesses = drafter is not None and drafter.can_be_captured
-            if guesses and isinstance(self.sampler, DeviceSampler) and model.graph_safe:
+            if guesses and model.graph_safe:
                 parts = (self.batch, self._tables, self.transfers, self.sampler)
                 self._draft_loop = DraftLoop(self._forward, *parts, drafter, limits.max_model_len)  # type: ignore[arg-type]
 

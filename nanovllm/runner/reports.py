@@ -9,10 +9,10 @@ import torch
 
 from nanovllm.hardware.staging import Arriving, Transfers
 from nanovllm.ops.sampler_state import SamplerState
-from nanovllm.runner.decode_loop import MAX_STEPS
 from nanovllm.runner.step import StepOutput
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import token_logprobs
+from nanovllm.scheduling.drafts import MAX_STEPS
 
 if TYPE_CHECKING:
     from nanovllm.ops.triton.sampling_report import Reports

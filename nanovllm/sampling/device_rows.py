@@ -40,7 +40,10 @@ class DeviceRows:
             floats[i, :3] = (0.0 if p.is_greedy else p.temperature, p.top_p, p.min_p)
             floats[i, 3:6] = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
             ints[i, :3] = (min(p.top_k, vocab), self._flags(row, arrival), -1 if p.logprobs is None else p.logprobs)
-            ints[i, spec.COUNTED] = len(arrival.token_ids) - 1
+            ints[i, spec.COUNTED], ints[i, spec.MAX_LEN] = len(arrival.token_ids) - 1, arrival.max_len
+            ints[i, spec.STOPS_FROM] = arrival.num_prompt + max(0, p.min_tokens - 1)
+            stops = [token_id + 1 for token_id in arrival.stop_ids[: spec.NUM_STOPS]]
+            ints[i, spec.FIRST_STOP : spec.FIRST_STOP + len(stops)] = stops
             seeds[i] = arrival.seed & (2**64 - 1)
         d_rows, d_floats, d_ints, d_seeds = send([np.array(rows, np.int64), floats, ints, seeds.view(np.int64)])
         self.state.floats.index_copy_(0, d_rows, d_floats)

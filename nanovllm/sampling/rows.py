@@ -23,6 +23,7 @@ class SamplingRow(NamedTuple):  # made for each row of each step; a frozen datac
     stop_ids: tuple[int, ...] = ()  # eos and stop_token_ids: banned while there are fewer than min_tokens outputs
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     num_drafted: int = 0  # the last so many of token_ids are guesses
+    max_len: int = 0  # see Arrival
 
     @property
     def num_output(self) -> int:

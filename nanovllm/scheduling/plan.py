@@ -24,6 +24,7 @@ class Arrival:
     seed: int
     stop_ids: tuple[int, ...]  # not to be sampled before params.min_tokens
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    max_len: int = 0  # its text ends with so many tokens at the latest; 0: not known
 
 
 class PlanEntry(NamedTuple):  # made 256 times a step: a tuple takes a third of the time of a frozen dataclass

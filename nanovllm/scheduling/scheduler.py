@@ -258,10 +258,9 @@ class Scheduler:
         return PlanEntry(seq.seq_id, start, num_new, first_block, tuple(seq.block_table[first_block:]), samples)
 
     def _arrival(self, seq: Sequence) -> Arrival:
-        stop_ids = tuple(sorted(seq.stop.eos_token_ids | seq.stop.stop_token_ids))
-        return Arrival(
-            seq.seq_id, tuple(seq.token_ids), seq.num_prompt, seq.params, seq.seed, stop_ids, seq.bad_words_ids
-        )
+        tokens, longest = tuple(seq.token_ids), seq.num_prompt + seq.stop.max_tokens
+        stops = tuple(sorted(seq.stop.eos_token_ids | seq.stop.stop_token_ids))
+        return Arrival(seq.seq_id, tokens, seq.num_prompt, seq.params, seq.seed, stops, seq.bad_words_ids, longest)
 
     # ---- commit ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanovllm.layers.integers import IntegerForm, IntegerWeight
-from nanovllm.ops import activation, mla, norm
+from nanovllm.ops import activation, mla, norm, sampler_state
 from nanovllm.ops import integers as plain_integers
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as t_activation
@@ -313,14 +313,21 @@ def check_advance() -> float:
     tokens, slots, out = (torch.zeros(n, dtype=torch.long, device=DEVICE) for n in (rows, rows, (rows, 4)))
     step = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     live, start = lens > 0, positions.clone()
+    ints = torch.zeros(rows, sampler_state.NUM_INTS, dtype=torch.int32, device=DEVICE)
+    state_rows = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    some = torch.arange(rows, device=DEVICE) % 3 == 0
+    ints[some, sampler_state.MAX_LEN] = (start[some] + 4).int()  # these texts end after three steps
     for i in range(4):
         sampled = torch.arange(rows, device=DEVICE) + 1000 * i
-        decode_state.advance(sampled, tokens, positions, lens, slots, tables, out, step, block_size)
-        expected = torch.where(live, start + i + 1, 0)
+        state = (tokens, positions, lens, slots, tables, out, step, state_rows, ints)
+        decode_state.advance(sampled, *state, block_size)
+        last = torch.where(some, min(i, 2), i)
+        expected, goes_on = torch.where(live, start + last + 1, 0), live & ~(some & (last == 2))
         assert torch.equal(positions, expected)
         block = tables.gather(1, (expected // block_size)[:, None])[:, 0].long()
-        assert torch.equal(slots, torch.where(live, block * block_size + expected % block_size, -1))
-        assert torch.equal(out[:, i], torch.where(live, sampled, 0))
+        assert torch.equal(slots, torch.where(goes_on, block * block_size + expected % block_size, -1))
+        assert torch.equal(lens, torch.where(goes_on, expected + 1, 0))
+        assert torch.equal(out[:, i], torch.where(live, sampled - 1000 * (i - last), 0))
     assert step.item() == 4
     return 0.0
 

@@ -17,7 +17,7 @@ from nanovllm.ops import activation, ngram, norm, sampler_state
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.triton import activation as triton_activation
 from nanovllm.ops.triton import decode_attention as decode
-from nanovllm.ops.triton import decode_state, drafts, few_rows, gemv, matmul, qk_norm_rope
+from nanovllm.ops.triton import decode_state, drafts, few_rows, gemv, lanes, matmul, qk_norm_rope
 from nanovllm.ops.triton import norm as triton_norm
 from nanovllm.ops.triton import prefill_attention as prefill
 from nanovllm.ops.triton.common import empty_rows
@@ -430,13 +430,48 @@ def test_advance():
     tables = torch.tensor([[3, 1], [0, 0], [4, 0], [6, 5], [2, 0]], dtype=torch.int32)
     out, step = torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     sampled = torch.arange(10, 15)
-    decode_state.advance(sampled, tokens, positions, context_lens, slots, tables, out, step, block_size)
+    lane_rows = torch.tensor([0, -1, 1, 2, 3], dtype=torch.int32)
+    ints = torch.zeros(4, sampler_state.NUM_INTS, dtype=torch.int32)
+    ends = (lane_rows, ints, block_size)
+    decode_state.advance(sampled, tokens, positions, context_lens, slots, tables, out, step, *ends)
     assert tokens.tolist() == [10, 0, 12, 13, 14]
     assert positions.tolist() == [4, 0, 3, 8, 1]
     assert context_lens.tolist() == [5, 0, 4, 9, 2]
     # Row 0 enters its second block, row 1 is padding, row 3 has outgrown its table.
     assert slots.tolist() == [1 * 4, -1, 4 * 4 + 3, -1, 2 * 4 + 1]
-    decode_state.advance(sampled + 10, tokens, positions, context_lens, slots, tables, out, step, block_size)
+    decode_state.advance(sampled + 10, tokens, positions, context_lens, slots, tables, out, step, *ends)
     assert out.tolist() == [[10, 20], [0, 0], [12, 22], [13, 23], [14, 24]]
     assert step.item() == 2
     assert slots.tolist() == [1 * 4 + 1, -1, 0 * 4, -1, 2 * 4 + 2]
+
+
+def test_a_text_that_has_ended_is_not_computed_on():
+    """By its length or by one of eight stop tokens, but not before min_tokens; also in a visit planned before."""
+    block_size, lens = 16, [5, 5, 5, 5, 5]
+    rows = torch.tensor([3, 0, 2, 1, -1], dtype=torch.int32)
+    ints = torch.zeros(4, sampler_state.NUM_INTS, dtype=torch.int32)
+    columns = [sampler_state.MAX_LEN, sampler_state.STOPS_FROM, sampler_state.FIRST_STOP + 7]
+    ints[:, columns] = torch.tensor([[100, 0, 42], [100, 7, 42], [7, 0, 0], [8, 0, 1]], dtype=torch.int32)
+    tables = torch.arange(1, 6, dtype=torch.int32)[:, None]
+    row_tokens, row_tables = torch.arange(4), tables[[1, 3, 2, 0]].contiguous()
+    lanes_of = (torch.zeros(5).long(), torch.zeros(5).long(), torch.zeros(5).int(), torch.zeros(5).long())
+    tokens, _, context_lens, slots = lanes_of
+    state = (row_tokens, row_tables, ints)
+    sent = torch.full((5,), -1, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32) - 1
+    lanes.begin(rows, *sent, state, (*lanes_of, tables), block_size, 1)
+    assert context_lens.tolist() == [5, 5, 5, 5, 0]
+    out, step = torch.full((5, 4), -7), torch.zeros(1, dtype=torch.int32)
+    ends = (rows, ints, block_size)
+    found = []
+    for sampled in ([9, 41, 9, 41, 9], [8, 8, 8, 41, 8], [7] * 5):
+        decode_state.advance(torch.tensor(sampled), *lanes_of, tables, out, step, *ends)
+        found.append(context_lens.tolist())
+    # 41 ends row 0 at once, row 1 from position 7 on; rows 2 and 3 end with 7 and 8 tokens.
+    assert found == [[6, 0, 6, 6, 0], [7, 0, 0, 7, 0], [0, 0, 0, 8, 0]]
+    assert out[:4, :3].tolist() == [[9, 8, 7], [41, 41, 41], [9, 8, 8], [41, 41, 7]]
+    assert slots.tolist() == [-1, -1, -1, 4 * 16 + 7, -1]
+    assert tokens[:4].tolist() == [7, 41, 8, 7]
+    following = torch.tensor(lens, dtype=torch.int32) + 2
+    lanes.begin(rows, sent[0], following, state, (*lanes_of, tables), block_size, 1)
+    assert context_lens.tolist() == [0, 0, 0, 8, 0]
+    assert slots.tolist() == [-1, -1, -1, 4 * 16 + 7, -1]

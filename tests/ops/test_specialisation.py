@@ -149,11 +149,14 @@ def test_everything_else(compiled):
         sampling_report.report(empty(rows, VOCAB), index.int(), drawn, sampler_state, reports, rows % 3)
         state = [ints(rows, dtype=torch.int64) for _ in range(3)]
         tables = ints(rows, MAX_BLOCKS)
-        decode_state.advance(*state, ints(rows), index.clone(), tables, ints(rows, 64, dtype=torch.int64), ints(1), 64)
+        ended = (ints(rows), sampler_state.ints, 64)
+        out = ints(rows, 64, dtype=torch.int64)
+        decode_state.advance(*state, ints(rows), index.clone(), tables, out, ints(1), *ended)
         sent = [ints(rows + skipped)[skipped:] for _ in range(3)]
         lane_state = (state[0], state[1], ints(rows), state[2], tables)
         for width in (1, 3, 16, MAX_BLOCKS):
-            lanes.begin(*sent, (ints(300, dtype=torch.int64), ints(300, MAX_BLOCKS)), lane_state, BLOCK_SIZE, width)
+            row_state = (ints(300, dtype=torch.int64), ints(300, MAX_BLOCKS), sampler_state.ints)
+            lanes.begin(*sent, row_state, lane_state, BLOCK_SIZE, width)
         lanes.keep_tokens(sent[0], state[0], ints(300, dtype=torch.int64))
     assert {name: len(keys) for name, keys in compiled.items()} == {
         "norm_kernel": 2,  # with and without a residual

@@ -23,7 +23,7 @@ from nanovllm.layers.scaled_attention import scaled_layers
 from nanovllm.ops import kv_cache
 from nanovllm.ops.kv_cache import E4M3, expand_kv
 from nanovllm.ops.opset import PLAIN, triton_ops
-from nanovllm.ops.triton import matmul
+from nanovllm.ops.triton import decode_state, matmul
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import build, captured_steps
 from nanovllm.runner.draft_model import DraftModel
@@ -129,6 +129,42 @@ def test_tokens_are_those_of_the_plain_runner(
     for request, one, other in zip(requests, device, plain):
         assert tokens(one) == tokens(other), request
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3), request
+
+
+def test_nothing_is_computed_behind_the_end_of_a_text(
+    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths and stop tokens in the middle of a visit, and while the next one is planned already."""
+    given: list[dict[str, Any]] = [
+        {"max_tokens": 9},
+        {"max_tokens": 14},
+        {"max_tokens": 30, "seed": 2, "stop_token_ids": list(range(20, 28)), "min_tokens": 7},
+        {"max_tokens": 30, "seed": 3, "stop_token_ids": [*range(8, 15), 40]},
+        {"max_tokens": 200, "logprobs": 1, "stop_token_ids": [1]},  # until max_model_len
+    ]
+    params = [SamplingParams(**{"temperature": 1.0, "ignore_eos": True, "seed": 1, **one}) for one in given]
+    prompts = [{"prompt_token_ids": [5 + i, 9, 2, 7]} for i in range(len(given))]
+    options = {**OPTIONS, "max_num_batched_tokens": 64, "num_kvcache_blocks": 32, "max_model_len": 40}
+    path = str(tiny("llama-mqa-bias").path)
+    with LLM(path, **options) as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    live: list[int] = []
+    advance = decode_state.advance
+
+    def counted(*args: Any) -> None:
+        live.append(int((args[3] > 0).sum()))  # context lengths
+        advance(*args)
+
+    with LLM(path, **options) as llm:
+        on_device(llm)
+        monkeypatch.setattr(decode_state, "advance", counted)
+        device = llm.generate(prompts, params, use_tqdm=False)
+    assert [tokens(one) for one in device] == [tokens(one) for one in plain]
+    lens = [len(one.outputs[0].token_ids) for one in device]
+    assert [one.outputs[0].finish_reason for one in device] == ["length", "length", "stop", "stop", "length"]
+    assert len({n % 3 for n in lens}) == 3, "all end with a visit, or all with its first step: this shows nothing"
+    assert sum(live) == sum(lens) - len(lens)  # all first tokens are drawn by the step that reads the prompts
 
 
 def test_products_in_parts(tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ A running sequence keeps one *row* of device memory for life: its newest token a
 size B computes *lanes* 0..B-1, dense and in place. `begin` points lanes at rows when the host visits: the host uploads
 the row, the position and, where it has it, the token; -1 stands for the row's newest token on the device, which is how
 a step can be queued before the tokens of the last are on the host. A lane without a row (-1) is padding: context
-length 0, slot -1, and no kernel reads or writes for it.
+length 0, slot -1, and no kernel reads or writes for it. So is one whose text has ended on the device, which the host
+did not know yet (`decode_state.py`).
 
 One program owns one lane.
 """
@@ -13,22 +14,28 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.ops import sampler_state as spec
+
+_INTS, _MAX_LEN = tl.constexpr(spec.NUM_INTS), tl.constexpr(spec.MAX_LEN)
+
 
 @triton.jit(
     do_not_specialize=["row_table_stride", "table_stride", "num_blocks"],
     do_not_specialize_on_alignment=["rows_ptr", "host_tokens_ptr", "host_positions_ptr"],
 )
 def begin_kernel(
-    rows_ptr, host_tokens_ptr, host_positions_ptr, row_tokens_ptr, row_tables_ptr,
+    rows_ptr, host_tokens_ptr, host_positions_ptr, row_tokens_ptr, row_tables_ptr, ints_ptr,
     tokens_ptr, positions_ptr, context_lens_ptr, slots_ptr, tables_ptr,
     row_table_stride, table_stride, num_blocks, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + lane).to(tl.int64)
     live = row >= 0
+    max_len = tl.load(ints_ptr + row * _INTS + _MAX_LEN, mask=live, other=0)
     position = tl.where(live, tl.load(host_positions_ptr + lane), 0)
+    live = live & ((max_len == 0) | (position + 1 < max_len))
     token = tl.load(host_tokens_ptr + lane)
-    own = tl.load(row_tokens_ptr + row, mask=live, other=0)
+    own = tl.load(row_tokens_ptr + row, mask=row >= 0, other=0)
     tl.store(tokens_ptr + lane, tl.where(token >= 0, token, own).to(tl.int64))
     tl.store(positions_ptr + lane, position.to(tl.int64))
     tl.store(context_lens_ptr + lane, tl.where(live, position + 1, 0).to(tl.int32))
@@ -45,18 +52,18 @@ def begin(
     rows: torch.Tensor,
     host_tokens: torch.Tensor,
     host_positions: torch.Tensor,
-    row_state: tuple[torch.Tensor, torch.Tensor],
+    row_state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     lanes: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     block_size: int,
     num_blocks: int,
 ) -> None:
     """rows, host_tokens, host_positions int32 [lanes]; row_state = (tokens int64 [rows], block tables int32 [rows,
-    width]); lanes = (tokens int64, positions int64, context_lens int32, slots int64, block tables int32), written.
-    num_blocks: how many columns of the tables any lane may read before the next visit."""
-    row_tokens, row_tables = row_state
+    width], `ints` of the sampler's state); lanes = (tokens int64, positions int64, context_lens int32, slots int64,
+    block tables int32), written. num_blocks: how many columns of the tables any lane may read before the next visit."""
+    row_tokens, row_tables, ints = row_state
     tokens, positions, context_lens, slots, tables = lanes
     begin_kernel[(len(rows),)](
-        rows, host_tokens, host_positions, row_tokens, row_tables, tokens, positions, context_lens, slots, tables,
+        rows, host_tokens, host_positions, row_tokens, row_tables, ints, tokens, positions, context_lens, slots, tables,
         row_tables.stride(0), tables.stride(0), num_blocks, BLOCK_SIZE=block_size, TILE=128, num_warps=1,
     )  # fmt: skip
 
