@@ -7,9 +7,10 @@ for a few numbers of guesses, and the share of guesses that are right. With a sh
 
     1 + a + a^2 + ... + a^n        tokens of each sequence: guess j counts only if those before it are right
 
-and the number that promises most tokens a second is used. Where that is none, guesses are tried now and then for
-`TRY_STEPS`, because text changes: with each sequence that begins, and then four times as far into it as before. On a
-GPU a try costs some milliseconds, most of them because plans before and behind it do not overlap.
+and the number that promises most tokens a second is used, if it promises clearly more than none. Where none is best,
+guesses are tried now and then for `TRY_STEPS`, because text changes: with each sequence that begins, and then four
+times as far into it as before. On a GPU a try costs some milliseconds, most of them because plans before and behind it
+do not overlap.
 
 While the best length is 0, plans overlap as in an engine that does not guess; a plan that tries a guess waits for those
 before it. What such a plan takes is counted from the end of the one before, so that this wait is part of its price.
@@ -40,6 +41,7 @@ NEWEST = 0.08  # weight of a step in the share: half of it comes from the last 8
 NUM_TIMES = (
     16  # their mean is the time: steps of the same number differ, because there is not always something to guess
 )
+LEAST_GAIN = 1.04  # of a length over none: what is measured varies by some percent, and tries cost one
 MOST_TIMES = 4.0  # of the median; slower steps have waited for something else, and do not count
 
 
@@ -81,7 +83,8 @@ class _Size:
         def speed(length: int) -> float:
             return tokens_of(self.share or 0.0, length) / max(_typical(self.times[length]), 1e-9)
 
-        self.best = max(self.times, key=speed)
+        fastest = max(self.times, key=speed)
+        self.best = fastest if speed(fastest) >= LEAST_GAIN * speed(0) else 0
 
 
 def _typical(times: Collection[float]) -> float:

@@ -86,7 +86,7 @@ def check_promises(found: list[list[int]]) -> None:
     assert not set(found[17][:9]) & {11, 12}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=str(ROOT / "benchmarks/models/qwen3-0.6b"))
     parser.add_argument("--out")
@@ -113,7 +113,9 @@ def main() -> None:
     print(json.dumps(report, indent=1))
     if args.out:
         Path(args.out).write_text(json.dumps(report))
+    differ = [name for name in ("alone", "other order", *others) if report[name]]
+    return int(bool(differ) or not report["again"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -163,6 +163,13 @@ def test_batch_sizes_are_apart() -> None:
     assert lengths.choose(1) in (0, 2, 4)
 
 
+def test_a_small_gain_is_not_worth_tries() -> None:
+    """Measured times vary by some percent, so 2 % may be nothing; 10 % are something."""
+    for gain, usual in ((1.02, 0), (1.1, 4)):
+        price = [1.0, 9.0, 9.0, 9.0, 5 / gain]  # of a step that writes 1 to 5 tokens
+        assert play(DraftLength(4), 200, price.__getitem__, lambda n: n)[20:].count(usual) >= 0.8 * 180
+
+
 def test_one_guess_at_most() -> None:
     assert set(play(DraftLength(1), 50, cost, lambda length: 0)) == {0, 1}
 
