@@ -34,7 +34,7 @@ class Ops:
     sum_pairs: Callable[..., torch.Tensor]
     latent_rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # ops/mla.py
     gathers_rope: bool  # cosines and sines are gathered once a step for all layers, not by each layer's kernel
-    faster: Any = None  # (x, weight, bias, gated) -> a product, or None where `linear` is faster; for the two below
+    faster: Any = None  # (x, weight, bias, gated) -> the product for the two below; None: `linear` is as fast
     quantised: str = ""  # the instructions of products with quantised weights; empty: there are none
     kernels: Any = None  # the NativeOps whose methods these are
 
@@ -112,8 +112,13 @@ def triton_ops() -> Ops:
 
     def faster(x: torch.Tensor, weight: Any, bias: torch.Tensor | None, gated: bool) -> torch.Tensor | None:
         plain = weight if isinstance(weight, torch.Tensor) else weight.plain
-        launch = None if plain is None else t_matmul.launch_for(x, plain, gated)
-        return None if launch is None else t_matmul.matmul(x, plain, launch, bias, gated)
+        if plain is not None:
+            launch = t_matmul.launch_for(x, plain, gated)
+            return None if launch is None else t_matmul.matmul(x, plain, launch, bias, gated)
+        if weight.kind != "integers" or not t_integers.takes_tensor_cores(x):
+            return None
+        parts = t_integers.integer_linear(x, weight, bias, in_parts=True)
+        return t_activation.silu_mul(parts, like=x) if gated else parts
 
     def fused_gemv(x: torch.Tensor, weight: Any, *args: Any, **options: Any) -> torch.Tensor:
         if isinstance(weight, torch.Tensor) or weight.plain is not None:

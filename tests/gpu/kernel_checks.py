@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from nanovllm.layers.integers import IntegerForm, IntegerWeight
 from nanovllm.ops import activation, mla, norm, sampler_state
 from nanovllm.ops import integers as plain_integers
 from nanovllm.ops.attention import paged_attention_reference
+from nanovllm.ops.opset import triton_ops
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
 from nanovllm.ops.triton import (
@@ -287,6 +289,7 @@ def check_integers() -> float:
             errors.append(max_error(found, x.float() @ exact.T + bias.float(), BF16))
             again = [integers.integer_linear(x, weight, bias) for _ in range(20)]
             assert all(torch.equal(other, found) for other in again), f"{form}, {rows} rows: two runs differ"
+            errors.append(_error_of_parts(x, weight, bias, exact))
         for rows in (1, 2):
             x, residual = rand(rows, k), rand(rows, n)
             normed = norm.rms_norm(x.float(), gain.float(), 1e-6) @ exact.T
@@ -303,6 +306,16 @@ def check_integers() -> float:
             found = integers_matmul.integer_matmul(x, weight, splits=splits)
             errors.append(max_error(found, x.float() @ plain.float().T, BF16))
     return max(errors)
+
+
+def _error_of_parts(x: torch.Tensor, weight: Any, bias: torch.Tensor, exact: torch.Tensor) -> float:
+    """Products that the norm and SiLU behind them add up."""
+    ops, expected, gain = triton_ops(), x.float() @ exact.T + bias.float(), rand(len(bias))
+    normed = ops.add_rms_norm(ops.linear_parts(x, weight, bias), torch.zeros(len(x), len(bias)).to(x), gain, 1e-6)[0]
+    error = max_error(normed, norm.rms_norm(expected, gain.float(), 1e-6), BF16)
+    if len(bias) % 2:
+        return error
+    return max(error, max_error(ops.gated_linear(x, weight, bias), activation.silu_mul(expected), BF16))
 
 
 def check_advance() -> float:

@@ -245,7 +245,6 @@ def integer_cases(dtype: str, arch: int) -> dict:
 
 def integer_small_cases(dtype: str, arch: int) -> dict:
     d = f"*{dtype}"
-    split = {"TILE": 512, "HAS_BIAS": True}
     pairs = {"FORM": (4096, 4, 4, *integers.dot_code(4, 4)), "OUT_SIZE": 14336, "PAIRS_PER_ROW": 2, "GATED": True}
     pairs |= {"BLOCK_N": 4, "BLOCK_W": 64}
     pair_types = ["*i32", "*fp32", "*fp32", "*i64", "*i32", "*i32", "*fp32", d, "i32:16", "i32:16"]
@@ -266,7 +265,7 @@ def integer_small_cases(dtype: str, arch: int) -> dict:
             integers_matmul.expand_kernel, ["*i32", "*i32", d, "i32", "i32:16", "i32:16"], expanding, arch
         ),
         f"integer_splits {dtype}": lambda arch: compile_kernel(
-            integers_matmul.add_splits_kernel, ["*fp32", d, d, "i32", "i32", "i32:16"], split, arch
+            integers_matmul.add_splits_kernel, ["*fp32", d, "i32", "i32"], {"TILE": 512}, arch
         ),
     }
 
@@ -403,7 +402,8 @@ def small_cases(dtype: str, names: tuple[str, ...] = ()) -> dict:
     plain = {
         "norm": (norm.norm_kernel, [d, *norm_types], {**norm_consts, "PARTS": 1}),
         "norm parts": (norm.norm_kernel, ["*fp32", *norm_types], {**norm_consts, "PARTS": 8}),
-        "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32"], {"TILE": 1024}),
+        "silu": (activation.silu_mul_kernel, [d, d, "i32", "i32", "i32"], {"TILE": 1024, "PARTS": 1}),
+        "silu parts": (activation.silu_mul_kernel, ["*fp32", d, *["i32:16"] * 3], {"TILE": 1024, "PARTS": 2}),
         **draws,
         "sample report": (
             sampling_report.report_kernel,
@@ -479,7 +479,7 @@ def cases_for(arch: int) -> dict:
         return cases
     # The other kernels are the same everywhere, but for bf16 (from 80) and for launches before the end of the kernel
     # before (from 90). The sampler's take most of the time: once without both and once with both.
-    some = ("advance", "propose", "feed", "accept", "begin", "keep", "norm", "norm parts", "silu", "sample tiles")
+    some = ("advance", "propose", "feed", "accept", "begin", "keep", "norm", "norm parts", "silu", "silu parts", "sample tiles")
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
     cases.update(moe_gemv_cases(half, arch))

@@ -128,6 +128,8 @@ def test_more_rows(name, rows, splits):
     found = integers_matmul.integer_matmul(x, weight, bias, splits=splits)
     close(found, expected)
     assert torch.equal(integers_matmul.integer_matmul(x, weight, bias, splits=splits), found)
+    parts = integers_matmul.integer_matmul(x, weight, bias, in_parts=True, splits=splits)
+    assert torch.equal(parts if parts.dim() == 2 else sum(parts.unbind()), found)  # in their order
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -69,6 +69,14 @@ def test_silu_mul(dtype, size):
     close(triton_activation.silu_mul(gate_up), activation.silu_mul(gate_up))
 
 
+@pytest.mark.parametrize(("parts", "size"), [(2, 63), (8, 1025)])
+def test_silu_mul_of_parts(parts, size):
+    gate_up, like = torch.randn(parts, 3, 2 * size), torch.empty(0, dtype=torch.bfloat16)
+    found = triton_activation.silu_mul(gate_up, like=like)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), activation.silu_mul(gate_up.sum(0)), rtol=2e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "rot_dim", "has_norm"),
     [

@@ -13,7 +13,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.ops import integers as plain_integers
 from nanovllm.ops.opset import PLAIN, triton_ops
-from nanovllm.ops.triton import integers
+from nanovllm.ops.triton import integers, integers_matmul
 from nanovllm.runner import build, captured_steps, quantization
 from tests.runner.device_path_cases import OPTIONS, logprobs, on_device
 from tests.tiny_models import Variant, hf_model
@@ -39,6 +39,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     choose = quantization.choose_scales
     # A program takes as long here, however many outputs it has.
     monkeypatch.setattr(integers, "choose_block", lambda *_: (64, 64, 1))
+    monkeypatch.setattr(integers_matmul, "choose_splits", lambda *_: 2)
     monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
     monkeypatch.setattr(build, "choose_packing", lambda *_: None)
     monkeypatch.setattr(build, "choose_scales", lambda config, model, files, *_: choose(config, model, files, True))
@@ -48,7 +49,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         def call(*args: Any, **more: Any) -> Any:
             calls[name] = calls.get(name, 0) + 1
             calls["fused"] = calls.get("fused", 0) + bool(more.get("norm"))
-            return real(*args, **more)
+            found = real(*args, **more)
+            calls["in parts"] = calls.get("in parts", 0) + (found.dim() == 3)
+            return found
 
         return call
 
@@ -83,6 +86,7 @@ def test_a_file_gives_what_its_numbers_give(tmp_path: Path, monkeypatch: pytest.
     assert ("int8-32" if name == "Q8_0" else "int4-") in facts["quantization"]
     assert calls["integer_gemv"] > 0
     assert calls["integer_matmul"] > 0
+    assert (calls["in parts"] > 0) == (name == "Q4_K")  # the other models have one block of inputs
     for one, other in zip(found, expected):
         assert logprobs(one) == pytest.approx(logprobs(other), abs=3e-2)
 

@@ -369,17 +369,25 @@ def choose_block(form: tuple[Any, ...], rows: int, gated: bool) -> tuple[int, in
     return (block_n, block_w, warps) if most >= block_w else (block_n, most, max(1, warps * most // block_w))
 
 
-def integer_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [rows, K], weight: an IntegerWeight (layers/integers.py) [N, K]."""
-    rows, has_cores = len(x), capability(x.device) >= TENSOR_CORES or x.device.type == "cpu"
+def takes_tensor_cores(x: torch.Tensor) -> bool:
+    """Whether a product with these rows is that of integers_matmul.py."""
+    has_cores = capability(x.device) >= TENSOR_CORES or x.device.type == "cpu"
+    return GEMV_ROWS < len(x) <= MATMUL_ROWS and x.dtype != torch.float32 and has_cores
+
+
+def integer_linear(
+    x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, in_parts: bool = False
+) -> torch.Tensor:
+    """x [rows, K], weight: an IntegerWeight (layers/integers.py) [N, K]. `in_parts`: of integer_matmul."""
+    rows, uses_cores = len(x), takes_tensor_cores(x)
     is_half = x.dtype != torch.float32
-    if is_half and 1 <= rows <= (GEMV_ROWS if has_cores else MAX_ROWS):
+    if is_half and 1 <= rows <= MAX_ROWS and not uses_cores:
         parts = [integer_gemv(some, weight, bias) for some in x.split(GEMV_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     if weight.order is not None:
         x = x[:, weight.order]
-    if is_half and 1 <= rows <= MATMUL_ROWS and has_cores:
-        return integer_matmul(x, weight, bias)
+    if uses_cores:
+        return integer_matmul(x, weight, bias, in_parts)
     if is_half:
         return linear_in_pieces(x, weight.shape, lambda *some: expand_words(weight, x.dtype, *some), bias)
     return F.linear(x, integers.expand(weight, x.dtype) if weight.order is None else _in_order(weight), bias)

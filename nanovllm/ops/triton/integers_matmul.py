@@ -18,8 +18,9 @@ two of what expanding it gives. As the numbers come out in the order of the inpu
 (64), whatever the groups are. The work does not grow with the rows up to BLOCK_M.
 
 Few outputs leave multiprocessors idle: 4096 outputs are 64 programs, an H200 has 132 multiprocessors. Then the inputs
-are cut into pieces, each program writes its sums in fp32, and a second kernel adds them in the order of the pieces and
-rounds once. So the output does not depend on which program ends first, as it would with atomic additions.
+are cut into pieces, and each program writes its sums in fp32. The kernel that reads the product adds them in the order
+of the pieces: a norm, RoPE, or SiLU, as with `matmul.py`; where nothing does, a kernel of its own. So the output does
+not depend on which program ends first, as it would with atomic additions.
 
 Hopper's product is asynchronous, and reads its left operand from registers while the program goes on. Triton 3.6 lets
 seven of the eight products of a step run on into the next one, which overwrites these registers: of 400 runs with 8
@@ -49,6 +50,7 @@ from nanovllm.ops.triton.common import (
     INTERPRETED,
     dependent_launch,
     dot,
+    empty_rows,
     has_copy_engine,
     next_power_of_2,
     num_multiprocessors,
@@ -215,8 +217,9 @@ def integer_matmul_kernel(
             x = tl.load(x_ptrs + block * LENGTH, mask=(k < SIZE - block * LENGTH)[None, :], other=0.0)
         weight = unpack(words, factors, x.dtype, FORM)
         total = hold(total + dot(weight, tl.trans(x)))
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n < out_size, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIAS:  # of the first piece
+        has_bias = (n < out_size) & (first == 0)
+        total += tl.load(bias_ptr + n, mask=has_bias, other=0.0).to(tl.float32)[:, None]
     out_ptr += tl.program_id(2).to(tl.int64) * num_rows * out_size
     offsets = m.to(tl.int64)[:, None] * out_size + n[None, :]
     ok = (m < num_rows)[:, None] & (n < out_size)[None, :]
@@ -224,17 +227,7 @@ def integer_matmul_kernel(
 
 
 @triton.jit(do_not_specialize=["num", "num_splits"])
-def add_splits_kernel(
-    partial_ptr,
-    bias_ptr,
-    out_ptr,
-    num,
-    num_splits,
-    out_size,
-    TILE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+def add_splits_kernel(partial_ptr, out_ptr, num, num_splits, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
     start_next(DEPENDENT)
     wait_for_last(DEPENDENT)
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -242,8 +235,6 @@ def add_splits_kernel(
     for _ in range(num_splits):
         total += tl.load(partial_ptr + i, mask=i < num, other=0.0)
         partial_ptr += num
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + i % out_size, mask=i < num, other=0.0).to(tl.float32)
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < num)
 
 
@@ -292,11 +283,13 @@ def integer_matmul(
     x: torch.Tensor,
     weight: Any,
     bias: torch.Tensor | None = None,
+    in_parts: bool = False,
     tile: tuple[int, int, int, int] | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """x [rows, K] of 16 bits, weight: an IntegerWeight (layers/integers.py) [N, K]. `tile` = (BLOCK_M, BLOCK_N, warps,
-    stages) and `splits` override the choice."""
+    """x [rows, K] of 16 bits, weight: an IntegerWeight (layers/integers.py) [N, K] -> [rows, N], or with `in_parts`, if
+    there are splits, [splits, rows, N] in fp32. `tile` = (BLOCK_M, BLOCK_N, warps, stages) and `splits` override the
+    choice."""
     (rows, size), out_size = x.shape, weight.shape[0]
     assert x.stride(1) == 1
     block_m, block_n, warps, stages = tile or choose_tile(rows, out_size, size)
@@ -307,17 +300,18 @@ def integer_matmul(
     splits = triton.cdiv(blocks, per_split)  # no empty ones
     dependent = dependent_launch(x.device)
     launch = {"DEPENDENT": dependent, "launch_pdl": dependent}
-    out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device)
-    partial = out if splits == 1 else torch.empty((splits, rows, out_size), dtype=torch.float32, device=x.device)
-    pointer = x if bias is None else bias
+    if splits == 1:
+        out = empty_rows(rows, out_size, x)
+    else:
+        out = torch.empty((splits, rows, out_size), dtype=torch.float32, device=x.device)
     use_desc = has_copy_engine(x.device) and block_m >= DESC_ROWS and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     box = [block_m, integers.block_length(weight.bits)]
     integer_matmul_kernel[(triton.cdiv(rows, block_m), triton.cdiv(out_size, block_n), splits)](
         TensorDescriptor.from_tensor(with_room(x, block_m), box) if use_desc else x,
         weight.words,
         weight.factors,
-        pointer,
-        partial,
+        x if bias is None else bias,
+        out,
         rows,
         out_size,
         x.stride(0),
@@ -325,17 +319,17 @@ def integer_matmul(
         FORM=unpack_form(weight, x.dtype),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        HAS_BIAS=bias is not None and splits == 1,
+        HAS_BIAS=bias is not None,
         USE_DESC=use_desc,
         num_warps=warps,
         num_stages=stages,
         **launch,
     )
-    if splits > 1:
-        tile_size, num = 512, rows * out_size
-        grid = (triton.cdiv(num, tile_size),)
-        options = {"TILE": tile_size, "HAS_BIAS": bias is not None, **launch, "num_warps": 4}
-        add_splits_kernel[grid](partial, pointer, out, num, splits, out_size, **options)
+    if splits == 1 or in_parts:
+        return out
+    partial, out, num = out, empty_rows(rows, out_size, x), rows * out_size
+    tile_size = 512
+    add_splits_kernel[(triton.cdiv(num, tile_size),)](partial, out, num, splits, TILE=tile_size, **launch, num_warps=4)
     return out
 
 
