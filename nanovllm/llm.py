@@ -144,7 +144,8 @@ class LLM:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             num_waiting += len(parsed.token_ids)
             if num_waiting >= self.engine.scheduler.limits.max_num_batched_tokens:
-                self.engine.begin()
+                with ctrl_c():
+                    self.engine.begin()
                 num_waiting = 0
 
     @contextlib.contextmanager

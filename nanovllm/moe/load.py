@@ -50,11 +50,13 @@ class ExpertLoad:
         assert self._window is not None
         return self._window.sum(0)
 
-    def add(self, choices: Sequence[torch.Tensor], num_tokens: int) -> None:
-        """One step: `choices` by layer, of which the first `num_tokens` are tokens and the rest padding."""
-        ids = torch.stack([chosen[:num_tokens] for chosen in choices]).flatten(1).long()
+    def add(self, choices: Sequence[torch.Tensor], num_rows: int, is_token: torch.Tensor | None = None) -> None:
+        """One step: `choices` by layer, of which the first `num_rows` are tokens and the rest padding. `is_token`, bool
+        [num_rows]: some of them are padding, too."""
+        ids = torch.stack([chosen[:num_rows] for chosen in choices]).long()  # [layers, rows, top_k]
+        ones = torch.ones_like(ids) if is_token is None else is_token[None, :, None].long().expand_as(ids)
         counts = torch.zeros_like(self._totals)
-        counts.scatter_add_(1, ids, torch.ones_like(ids))
+        counts.scatter_add_(1, ids.flatten(1), ones.flatten(1))
         self._totals += counts
         if self._window is not None:
             self._window[self._step % len(self._window)].copy_(counts)

@@ -115,9 +115,12 @@ def triton_ops() -> Ops:
         if plain is not None:
             launch = t_matmul.launch_for(x, plain, gated)
             return None if launch is None else t_matmul.matmul(x, plain, launch, bias, gated)
-        if weight.kind != "integers" or not t_integers.takes_tensor_cores(x):
+        if weight.kind == "integers" and t_integers.takes_tensor_cores(x):
+            parts = t_integers.integer_linear(x, weight, bias, in_parts=True)
+        elif weight.kind == "fp8" and t_fp8.reads_weight_alone(x, weight):
+            parts = t_fp8.weight_only_linear(x, weight, bias, in_parts=True)
+        else:
             return None
-        parts = t_integers.integer_linear(x, weight, bias, in_parts=True)
         return t_activation.silu_mul(parts, like=x) if gated else parts
 
     def fused_gemv(x: torch.Tensor, weight: Any, *args: Any, **options: Any) -> torch.Tensor:

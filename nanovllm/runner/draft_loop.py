@@ -26,11 +26,10 @@ from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.row_tables import RowTables
 from nanovllm.runner.samplers import DeviceSampler
 from nanovllm.runner.step import Bounds, Draw, Forward, StepOutput, draw_from, step_of
-from nanovllm.scheduling.drafts import MAX_SEQS, MAX_STEPS
+from nanovllm.scheduling.drafts import MAX_ROWS, MAX_SEQS, MAX_STEPS
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
 SIZES = (1, 2, 4, 8, MAX_SEQS)  # sequences
-MAX_ROWS = 64  # of a graph: beyond, products take longer with every row
 
 
 @dataclass(frozen=True)
@@ -144,10 +143,10 @@ class DraftLoop:
         for arrival in plan.arrivals:
             self._num_known[self._batch.row(arrival.seq_id)] = 0
 
-    def launch(self, plan: StepPlan, graph: tuple[int, int]) -> Callable[[], StepResult]:
-        """Returns a function that waits for the result."""
+    def launch(self, plan: StepPlan, graph: tuple[int, int], count: Callable[..., None]) -> Callable[[], StepResult]:
+        """Returns a function that waits for the result. `count`: ModelRunner.count."""
         self._drafter.catch_up(plan.entries)
-        visit = _DraftVisit(self, plan, graph)
+        visit = _DraftVisit(self, plan, graph, count)
         if self.sampler.needs_tokens(plan.entries):
             visit.replay_in_parts(self._parts.get(graph) or self._parts.setdefault(graph, self._make_parts(*graph)))
         else:
@@ -243,8 +242,8 @@ class DraftLoop:
 class _DraftVisit:
     """One plan with guesses on its way through the device."""
 
-    def __init__(self, loop: DraftLoop, plan: StepPlan, graph: tuple[int, int]) -> None:
-        self._loop, self._plan, self._graph = loop, plan, graph
+    def __init__(self, loop: DraftLoop, plan: StepPlan, graph: tuple[int, int], count: Callable[..., None]) -> None:
+        self._loop, self._plan, self._graph, self._count = loop, plan, graph, count
         self._state, self._per_entry = loop.begin(plan, graph), 1 + graph[1]
         self._sampler, self._transfers = loop.sampler, loop.transfers
         self._reports = self._sampler.reports([entry for entry in plan.entries for _ in range(self._per_entry)])
@@ -291,6 +290,8 @@ class _DraftVisit:
         return StepResult(self._tokens, logprobs, num_drafted=self._num_guessed.tolist())
 
     def _report(self, out: StepOutput) -> None:
+        rows = self._state.rows
+        self._count(out, len(rows), lambda: rows >= 0)
         if self._reports.after_step is not None:
             self._reports.after_step(out)
 

@@ -7,11 +7,11 @@ from nanovllm.models.transformer import Transformer
 from nanovllm.ops.sampler_state import SamplerState
 from nanovllm.runner.build import Blueprint
 from nanovllm.runner.captured_steps import TOKEN_BUCKETS
-from nanovllm.runner.draft_loop import MAX_ROWS
 from nanovllm.runner.expert_memory import card_bytes
 from nanovllm.runner.kv_cache import CacheLayout, block_bytes
 from nanovllm.runner.model_runner import runs_on_device, try_largest_step
 from nanovllm.runner.mtp import ring_bytes
+from nanovllm.scheduling.drafts import MAX_ROWS
 
 
 def fit_cache(blueprint: Blueprint, model: Transformer, draft: Transformer | None = None) -> CacheLayout:

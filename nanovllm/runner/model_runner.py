@@ -17,6 +17,7 @@ means the same to every later step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.rebalance import Balancer
 from nanovllm.runner.captured_steps import CapturedSteps
 from nanovllm.runner.decode_loop import DecodeLoop
-from nanovllm.runner.draft_loop import MAX_ROWS, DraftLoop
+from nanovllm.runner.draft_loop import DraftLoop
 from nanovllm.runner.drafter import Drafter
 from nanovllm.runner.input_batch import InputBatch
 from nanovllm.runner.kv_cache import CacheLayout, allocate
@@ -48,6 +49,7 @@ from nanovllm.runner.step import Bounds, Forward, StepOutput, draw_from, send_st
 from nanovllm.runner.verify import verify
 from nanovllm.sampling.rows import TokenLogprobs
 from nanovllm.sampling.sampler import prompt_logprobs
+from nanovllm.scheduling.drafts import MAX_ROWS
 from nanovllm.scheduling.plan import PlanEntry, StepPlan, StepResult
 
 LOGIT_ROWS = 256  # prompt logprobs are made in pieces of so many rows: [256, vocab] in fp32 is 156 MB at 152k tokens
@@ -210,7 +212,7 @@ class ModelRunner:
         if self._draft_loop is None or self.measures:
             return None
         graph = self._draft_loop.find(plan)
-        return None if graph is None else InFlight(self._draft_loop.launch(plan, graph))
+        return None if graph is None else InFlight(self._draft_loop.launch(plan, graph, self.count))
 
     def call(self, entries: Sequence[PlanEntry], offset: int, scored: dict[int, range]) -> StepOutput:
         inputs = self.batch.inputs(entries, offset, scored.values())
@@ -223,9 +225,10 @@ class ModelRunner:
         self.count(out, len(inputs.tokens))
         return out
 
-    def count(self, out: StepOutput, num_tokens: int) -> None:
+    def count(self, out: StepOutput, num_rows: int, is_token: Callable[[], torch.Tensor] | None = None) -> None:
+        """As ExpertLoad.add; `is_token` is called if loads are wanted."""
         if self.load is not None and self.load.is_wanted:
-            self.load.add(out.choices, num_tokens)
+            self.load.add(out.choices, num_rows, None if is_token is None else is_token())
 
     def _compute(self, inputs: Sequence[torch.Tensor], bounds: Bounds) -> StepOutput:
         """`inputs`: the arrays of StepInputs on the device."""
@@ -259,9 +262,11 @@ class Visit:
     def replay(self, loop: DecodeLoop) -> None:
         num_steps, count = self._plan.num_steps, len(self._order)
         lanes = loop.begin(self._order, num_steps, in_halves=self.needs_tokens)
+        steps = itertools.count()
 
         def after_step(out: StepOutput) -> None:
-            self._runner.count(out, count)
+            drawn = lanes.out[:count, next(steps)]
+            self._runner.count(out, count, lambda: drawn >= 0)  # not of a text that had ended
             if self._reports.after_step is not None:
                 self._reports.after_step(out)
 

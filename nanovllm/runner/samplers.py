@@ -119,8 +119,12 @@ class DeviceSampler:
 
     def before_draw(self, entries: Sequence[PlanEntry]) -> None:
         """Upload which tokens the grammars allow next."""
-        found = [(self._batch.row(entry.seq_id), self._grammar(entry)) for entry in entries]
-        masked = {row: (grammar, self._batch.sampling_row(row).output_ids, 0) for row, grammar in found if grammar}
+        masked = {}
+        for entry in entries:
+            if (grammar := self._grammar(entry)) is not None:
+                known = self._batch.sampling_row(row := self._batch.row(entry.seq_id)).output_ids
+                if not (known[-1:] < 0).any():  # else this text ended in an earlier step of the visit
+                    masked[row] = grammar, known, 0
         if masked:
             words = allowed_words(list(masked.values()), self._vocab_size)
             self._rows.send_masks(list(masked), words, self._transfers.send)

@@ -41,7 +41,7 @@ class DeviceRows:
             floats[i, 3:6] = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
             ints[i, :3] = (min(p.top_k, vocab), self._flags(row, arrival), -1 if p.logprobs is None else p.logprobs)
             ints[i, spec.COUNTED], ints[i, spec.MAX_LEN] = len(arrival.token_ids) - 1, arrival.max_len
-            ints[i, spec.STOPS_FROM] = arrival.num_prompt + max(0, p.min_tokens - 1)
+            ints[i, spec.STOPS_FROM] = min(ALWAYS, arrival.num_prompt + max(0, p.min_tokens - 1))
             stops = [token_id + 1 for token_id in arrival.stop_ids[: spec.NUM_STOPS]]
             ints[i, spec.FIRST_STOP : spec.FIRST_STOP + len(stops)] = stops
             seeds[i] = arrival.seed & (2**64 - 1)
@@ -90,7 +90,7 @@ class DeviceRows:
         words: list[int] = []
         for token, bias in arrival.params.logit_bias.items() if arrival.params.logit_bias else ():
             edits.append((token, bias, ALWAYS, 0, 0, 0))
-        until = arrival.num_prompt + arrival.params.min_tokens
+        until = min(ALWAYS, arrival.num_prompt + arrival.params.min_tokens)  # min_tokens may be as large as an int32
         if arrival.num_output < arrival.params.min_tokens:
             edits += [(token, -np.inf, until, 0, 0, 0) for token in arrival.stop_ids]
         for word in arrival.bad_words_ids:

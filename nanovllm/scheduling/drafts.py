@@ -7,10 +7,13 @@ for a few numbers of guesses, and the share of guesses that are right. With a sh
 
     1 + a + a^2 + ... + a^n        tokens of each sequence: guess j counts only if those before it are right
 
-and the number that promises most tokens a second is used, if it promises clearly more than none. Where none is best,
-guesses are tried now and then for `TRY_STEPS`, because text changes: with each sequence that begins, and then four
-times as far into it as before. On a GPU a try costs some milliseconds, most of them because plans before and behind it
-do not overlap.
+and the number that promises most tokens a second is used, if it promises clearly more than none.
+
+Where none is best, guesses are tried now and then for `TRY_STEPS`, because text changes. What a try costs is measured,
+and tries may take `SAVED` of the time: they are paid from savings, to which all other plans contribute. A sequence that
+begins may spend them as soon as they are enough for one try, others when they are enough for two, because most texts
+that repeat something do so from the beginning. On a GPU a try costs some milliseconds, most of them because plans
+before and behind it do not overlap.
 
 While the best length is 0, plans overlap as in an engine that does not guess; a plan that tries a guess waits for those
 before it. What such a plan takes is counted from the end of the one before, so that this wait is part of its price.
@@ -34,14 +37,16 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 64  # of a plan (EngineConfig.decode_steps is bounded by it)
 MAX_SEQS = 16  # of a plan with guesses: with more a machine is busy, and a row that is dropped costs what a row costs
+MAX_ROWS = 64  # of a step with guesses: beyond, products take longer with every row
 TRIALS = 3  # plans of each number before numbers are compared
-RETRY, RETRY_YOUNG = 512, 32  # steps between two tries: at most; at least, while a sequence is young
 TRY_STEPS = 8  # of a try, in one plan or in several
+SAVED, LEAST_PRICE = 0.03, 2.0  # of the time; steps that a try costs at least
+YOUNG = 32  # tokens of a sequence that begins
+RETRY = 512  # steps after which another number is tried while guesses pay
+MOST_SAVING = 2048  # steps that save for one try, however long it took: it may have waited for something else
 NEWEST = 0.08  # weight of a step in the share: half of it comes from the last 8 steps
-NUM_TIMES = (
-    16  # their mean is the time: steps of the same number differ, because there is not always something to guess
-)
-LEAST_GAIN = 1.04  # of a length over none: what is measured varies by some percent, and tries cost one
+NUM_TIMES = 16  # their mean is the time: steps of the same number differ, as there is not always something to guess
+LEAST_GAIN = 1.04  # of a length over none: what is measured varies by some percent, and tries cost three
 MOST_TIMES = 4.0  # of the median; slower steps have waited for something else, and do not count
 
 
@@ -71,19 +76,41 @@ class _Size:
         self.times: dict[int, deque[float]] = {length: deque(maxlen=NUM_TIMES) for length in lengths}
         self.share: float | None = None  # of guesses that are right
         self.best = 0  # length, once all are known
-        self.num_since = 0  # steps since the last try
-        self.num_tries = 0
         self.tried, self.num_left = 0, 0  # the length of the newest try, and how many of its steps are left
+        self.num_tries, self.num_since = 0, 0  # steps since the newest
+        self.savings, self._price = 0.0, 0.0  # seconds; the latter: what the newest try has cost so far
+        self.is_priced = False  # it is not over
+
+    def unknown(self, most: int) -> int | None:
+        return next((n for n, times in self.times.items() if n <= most and len(times) < TRIALS), None)
 
     @property
-    def unknown(self) -> int | None:
-        return next((length for length, times in self.times.items() if len(times) < TRIALS), None)
+    def price(self) -> float:
+        step = _typical(self.times[0])
+        return min(max(self._price, LEAST_PRICE * step), MOST_SAVING * SAVED * step)
+
+    def begin_try(self, length: int) -> None:
+        self.tried, self.num_left, self.num_since = length, TRY_STEPS, 0
+        self._price, self.is_priced = LEAST_PRICE * _typical(self.times[0]), True
+        self.savings -= 0.0 if self.best else self._price
+        self.num_tries += 1
+
+    def pay(self, length: int, num_tokens: float, seconds: float) -> None:
+        """A plan took so long to write so many tokens of each sequence. A try costs what it took longer than steps
+        without guesses, and so does the plan right behind it."""
+        if length or self.is_priced:
+            cost = max(0.0, seconds - num_tokens * _typical(self.times[0]))
+            self.savings -= cost
+            self._price += cost * self.is_priced
+        if not length:
+            self.is_priced = False
+            self.savings = min(max(0.0, self.savings) + SAVED * seconds, 2 * self.price)
 
     def find_best(self) -> None:
         def speed(length: int) -> float:
             return tokens_of(self.share or 0.0, length) / max(_typical(self.times[length]), 1e-9)
 
-        fastest = max(self.times, key=speed)
+        fastest = max((length for length, times in self.times.items() if times), key=speed)
         self.best = fastest if speed(fastest) >= LEAST_GAIN * speed(0) else 0
 
 
@@ -93,59 +120,63 @@ def _typical(times: Collection[float]) -> float:
 
 
 class DraftLength:
-    """How many tokens to guess for each sequence, by what was measured. `youngest`: tokens of the plan's youngest
-    sequence so far."""
+    """How many tokens to guess for each sequence, by what was measured. `most`: of this plan. `youngest`: tokens of its
+    youngest sequence so far."""
 
     def __init__(self, most: int) -> None:
         self.lengths = draft_lengths(most)
         self._sizes: dict[int, _Size] = {}
 
-    def next(self, num_seqs: int, youngest: int = RETRY) -> tuple[int, bool]:
+    def next(self, num_seqs: int, most: int, youngest: int) -> tuple[int, bool]:
         """(of the next plan, whether it is a try)."""
         size = self._size(num_seqs)
-        if (unknown := size.unknown) is not None:
+        if (unknown := size.unknown(most)) is not None:
             return unknown, True
+        others = [length for length in self.lengths if length != size.best]
+        is_try = True
         if size.num_left > 0:
-            return size.tried, True
-        best = size.best
-        others = [length for length in self.lengths if length != best]
-        wait = RETRY if best else min(RETRY, max(RETRY_YOUNG, youngest * 3 // 4))  # at tokens 1, 33, 132, 528, ...
-        if others and size.num_since >= wait:
-            return others[size.num_tries % len(others)] if best else self.lengths[0], True
-        return best, False
-
-    def choose(self, num_seqs: int, youngest: int = RETRY, num_steps: int = 1) -> int:
-        (length, is_try), size = self.next(num_seqs, youngest), self._size(num_seqs)
-        if is_try and size.unknown is None:
-            begins = size.num_left <= 0
-            size.num_since, size.num_tries, size.tried = 0, size.num_tries + begins, length
-            size.num_left = (TRY_STEPS if begins else size.num_left) - num_steps
+            wanted = size.tried
+        elif size.best and others and size.num_since >= RETRY:
+            wanted = others[size.num_tries % len(others)]
+        elif not size.best and size.savings >= size.price * (1 if youngest < YOUNG else 2):
+            wanted = self.lengths[0]
         else:
-            size.num_since += num_steps
+            wanted, is_try = size.best, False
+        length = max(length for length in self.lengths if length <= min(wanted, most))
+        return length, is_try and (length > 0 or wanted == 0)
+
+    def choose(self, num_seqs: int, most: int, youngest: int, num_steps: int) -> int:
+        (length, is_try), size = self.next(num_seqs, most, youngest), self._size(num_seqs)
+        size.num_since += num_steps
+        if is_try and size.unknown(most) is None:
+            if size.num_left <= 0:
+                size.begin_try(length)
+            size.num_left -= num_steps
         return length
 
-    def skip(self, num_seqs: int, num_steps: int) -> None:
-        """A plan without a choice, because another was in flight."""
-        size = self._size(num_seqs)
-        size.num_since += num_steps
-        size.num_left -= num_steps  # of a try of 0
+    def skip(self, num_seqs: int, most: int, youngest: int, num_steps: int) -> None:
+        """A plan that cannot guess, because another was in flight."""
+        if self.next(num_seqs, most, youngest) == (0, True):  # nor does it want to
+            self.choose(num_seqs, most, youngest, num_steps)
+        else:
+            self._size(num_seqs).num_since += num_steps
 
     def record(self, num_seqs: int, length: int, num_steps: int, num_tokens: int, seconds: float) -> None:
         """A plan of decodes ended: so many steps, tokens of all sequences together, seconds."""
-        size = self._size(num_seqs)
-        if length not in size.times:  # memory allowed fewer than were chosen
-            return
-        size.times[length].append(seconds / num_steps)
+        size, written = self._size(num_seqs), num_tokens / num_seqs
+        is_behind_try = size.is_priced and not length  # it may have begun late
+        if size.times[0]:
+            size.pay(length, written, seconds)
+        if not is_behind_try:
+            size.times[length].append(seconds / num_steps)
         if length:
-            found = share_of(num_tokens / (num_seqs * num_steps), length)
             weight = 1.0 if size.share is None else 1 - (1 - NEWEST) ** num_steps
-            size.share = (1 - weight) * (size.share or 0.0) + weight * found
-        if size.unknown is None:
+            size.share = (1 - weight) * (size.share or 0.0) + weight * share_of(written / num_steps, length)
+        if size.unknown(length) is None:
             size.find_best()
 
     def _size(self, num_seqs: int) -> _Size:
-        rounded = 1 << (num_seqs - 1).bit_length()
-        return self._sizes.setdefault(rounded, _Size(self.lengths))
+        return self._sizes.setdefault(_rounded(num_seqs), _Size(self.lengths))
 
 
 class Drafts:
@@ -166,37 +197,40 @@ class Drafts:
             return 0
         seqs = [seq for seq, _ in chosen]
         length = self._length_for(seqs)
+        facts = (len(seqs), _most(seqs, limits, num_steps), _youngest(seqs), num_steps)
         if any(seq.num_pending for seq in seqs):
-            length.skip(len(seqs), num_steps)
+            length.skip(*facts)
             return 0
-        room = min(limits.max_model_len - len(seq.token_ids) for seq, _ in chosen)
-        wanted = max(seq.stop.max_tokens - seq.num_output for seq, _ in chosen)
-        most = min(room // num_steps, -(-wanted // num_steps), limits.max_num_batched_tokens // len(chosen)) - 1
-        num_drafts = min(length.choose(len(seqs), _youngest(seqs), num_steps), max(0, most))
+        num_drafts = length.choose(*facts)
         extra = num_steps * num_drafts
-        if sum(blocks.num_missing(seq, extra) for seq, _ in chosen) > blocks.num_free:
+        if sum(blocks.num_missing(seq, extra) for seq in seqs) > blocks.num_free:
             return 0
-        for seq, _ in chosen:
+        for seq in seqs:
             reserved = blocks.reserve(seq, extra)
             assert reserved
         return num_drafts
 
-    def most_steps(self, chosen: list[tuple[Sequence, int]]) -> int:
-        """Of a plan of these sequences: few where a length is tried, which may be slow."""
+    def most_steps(self, chosen: list[tuple[Sequence, int]], limits: SchedulerLimits) -> int:
+        """Of a plan of these sequences: few where a length is tried, which may be slow, and no more than may be needed
+        with guesses."""
         if not self.most or len(chosen) > self.max_seqs or any(seq.num_pending for seq, _ in chosen):
             return MAX_STEPS
         seqs = [seq for seq, _ in chosen]
-        is_try = self._length_for(seqs).next(len(seqs), _youngest(seqs))[1]
-        return TRY_STEPS if is_try else MAX_STEPS
+        length, is_try = self._length_for(seqs).next(len(seqs), _most(seqs, limits), _youngest(seqs))
+        needed = min(_room(seqs, limits)) // (1 + length) if length else MAX_STEPS
+        return min(TRY_STEPS if is_try else MAX_STEPS, max(1, needed))
 
-    def need_tokens(self, running: list[Sequence], plans: list[StepPlan]) -> bool:
+    def need_tokens(self, running: list[Sequence], plans: list[StepPlan], limits: SchedulerLimits) -> bool:
         """Whether the next plan must wait for the tokens of those in flight: it may guess, or one of them does, so that
         nobody knows yet where its sequences will stand."""
         if any(plan.num_drafts for plan in plans):
             return True
         if not self.most or not 0 < len(running) <= self.max_seqs:
             return False
-        return self._length_for(running).next(len(running), _youngest(running))[0] > 0
+        if any(seq.num_remaining > 1 for seq in running):  # it reads a prompt
+            return False
+        facts = len(running), _most(running, limits), _youngest(running)
+        return self._length_for(running).next(*facts)[0] > 0
 
     def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int]:
         """(guesses that were verified, those that were right) of a row of the result. Where a stop has cut its tokens,
@@ -220,6 +254,23 @@ class Drafts:
         """Beside a grammar each step waits for the host, so its times are others, and so is the text."""
         has_grammar = any(seq.params.structured_outputs is not None for seq in seqs)
         return self.length_with_grammar if has_grammar else self.length
+
+
+def _room(seqs: list[Sequence], limits: SchedulerLimits) -> tuple[int, int]:
+    """(tokens that each of them can still hold, tokens that one of them may still want)."""
+    room = min(limits.max_model_len - len(seq.token_ids) - seq.num_pending for seq in seqs)
+    return room, max(seq.stop.max_tokens - seq.num_output - seq.num_pending for seq in seqs)
+
+
+def _most(seqs: list[Sequence], limits: SchedulerLimits, num_steps: int = 1) -> int:
+    """Guesses for each sequence and step."""
+    room, wanted = _room(seqs, limits)
+    rows = min(limits.max_num_batched_tokens // len(seqs), MAX_ROWS // _rounded(len(seqs)))
+    return max(0, min(room // num_steps, -(-wanted // num_steps), rows) - 1)
+
+
+def _rounded(num_seqs: int) -> int:
+    return 1 << (num_seqs - 1).bit_length()
 
 
 def _youngest(seqs: Iterable[Sequence]) -> int:

@@ -239,7 +239,7 @@ class Scheduler:
             return 1
         room = min(self.limits.max_model_len - len(seq.token_ids) - seq.num_pending for seq, _ in chosen)
         wanted = max(seq.stop.max_tokens - seq.num_output - seq.num_pending for seq, _ in chosen)
-        num_steps = max(1, min(self.limits.decode_steps, self.drafts.most_steps(chosen), room, wanted))
+        num_steps = max(1, min(self.limits.decode_steps, self.drafts.most_steps(chosen, self.limits), room, wanted))
         extra = num_steps - 1
         if sum(self.blocks.num_missing(seq, extra) for seq, _ in chosen) > self.blocks.num_free:
             return 1

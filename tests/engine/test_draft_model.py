@@ -24,17 +24,18 @@ def drafted_by(model: TinyModel, most: int = 3) -> dict[str, Any]:
 
 
 def always(llm: LLM, *lengths: int) -> None:
-    """Plans guess as many tokens as these say, over and over, whatever was measured."""
+    """Plans guess as many tokens as these say, over and over, whatever was measured, if there is room."""
     turn, drafts = 0, cast(Any, llm.engine.scheduler.drafts)
 
-    def advance(*_: Any) -> int:
+    def advance(_: int, most: int, *__: Any) -> int:
         nonlocal turn
         turn += 1
-        return lengths[(turn - 1) % len(lengths)]
+        return min(lengths[(turn - 1) % len(lengths)], most)
 
     for length in (drafts.length, drafts.length_with_grammar):
         length.choose = length.skip = advance
-        length.next = lambda *_: (lengths[turn % len(lengths)], False)
+        length.next = lambda _, most, *__: (min(lengths[turn % len(lengths)], most), False)
+        length.record = lambda *_: None
 
 
 def counts(llm: LLM) -> tuple[int, int]:

@@ -186,6 +186,34 @@ def test_ctrl_c_during_the_last_step_is_not_lost(llm: LLM, llama: TinyModel) -> 
     assert_right(llm, llama)
 
 
+def test_ctrl_c_waits_for_a_step_that_begins_before_all_prompts_are_read(make_llm: MakeLLM) -> None:
+    """On a GPU: an interrupt inside of it would empty the prefix cache, or end an engine of several ranks."""
+    llm = make_llm(max_num_batched_tokens=64, num_kvcache_blocks=128, max_num_seqs=16)
+    executor: Any = llm.engine.executor
+    executor.runner.overlap = 2
+    warm: Any = {"prompt_token_ids": list(range(3, 60))}
+    llm.generate(warm, SHORT, use_tqdm=False)
+    launch, pressed = executor.launch, []
+
+    def launched(plan: StepPlan) -> Any:
+        if not pressed:
+            pressed.append(len(llm._ids))
+            os.kill(os.getpid(), signal.SIGINT)
+        return launch(plan)
+
+    executor.launch = launched
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([{"prompt_token_ids": [first] * 60} for first in range(3, 9)], SHORT, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    executor.launch = launch
+    assert pressed[0] < 6, "it did not begin early"
+    assert llm.generate(warm, SHORT, use_tqdm=False)[0].num_cached_tokens > 0
+    assert llm.engine.scheduler.blocks.num_free == 128
+
+
 def test_a_handler_of_the_callers_stays(llm: LLM, llama: TinyModel) -> None:
     """It may raise any exception at any place."""
 

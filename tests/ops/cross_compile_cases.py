@@ -46,6 +46,7 @@ from nanovllm.ops.triton import (
     sampling,
     sampling_report,
     sampling_search,
+    splits,
 )
 from nanovllm.ops.triton.common import next_power_of_2
 from nanovllm.ops.triton.e4m3 import BY_CARD, BY_SHIFTS, PLAIN
@@ -265,7 +266,7 @@ def integer_small_cases(dtype: str, arch: int) -> dict:
             integers_matmul.expand_kernel, ["*i32", "*i32", d, "i32", "i32:16", "i32:16"], expanding, arch
         ),
         f"integer_splits {dtype}": lambda arch: compile_kernel(
-            integers_matmul.add_splits_kernel, ["*fp32", d, "i32", "i32"], {"TILE": 512}, arch
+            splits.add_splits_kernel, ["*fp32", d, "i32", "i32"], {"TILE": 512}, arch
         ),
     }
 
@@ -479,7 +480,19 @@ def cases_for(arch: int) -> dict:
         return cases
     # The other kernels are the same everywhere, but for bf16 (from 80) and for launches before the end of the kernel
     # before (from 90). The sampler's take most of the time: once without both and once with both.
-    some = ("advance", "propose", "feed", "accept", "begin", "keep", "norm", "norm parts", "silu", "silu parts", "sample tiles")
+    some = (
+        "advance",
+        "propose",
+        "feed",
+        "accept",
+        "begin",
+        "keep",
+        "norm",
+        "norm parts",
+        "silu",
+        "silu parts",
+        "sample tiles",
+    )
     cases.update(small_cases(half, () if arch in (75, 90) else some))
     cases.update(moe_small_cases(half))
     cases.update(moe_gemv_cases(half, arch))
@@ -496,13 +509,14 @@ def cases_for(arch: int) -> dict:
         rescale = {"SIZE": 4096, "TILE": 1024, "HAS_BIAS": True}
         types = [f"*{half}", "*fp32", "*fp32", f"*{half}"]
         cases[f"fp8_rescale {half}"] = lambda arch: compile_kernel(fp8.rescale_kernel, types, rescale, arch)
-    if arch == 80:  # where it is used
+    if arch >= 80:
         for scaled, rows in ((1, 16), (128, 64)):
-            facts = {"SIZE": 4096, "SCALED": scaled, "BLOCK_M": rows, "BLOCK_N": fp8.TILE_N, "BLOCK_K": fp8.TILE_K}
-            facts |= {"HAS_BIAS": True, "FORM": BY_SHIFTS}
-            kinds = [f"*{half}", "*u8", "*fp32", f"*{half}", f"*{half}", "i32", "i32:16", "i32:16"]
-            cases[f"fp8_weights {half} by {scaled}"] = lambda arch, kinds=kinds, facts=facts: compile_kernel(
-                fp8.weight_only_kernel, kinds, facts, arch, 4, 3
+            block_m, block_k, stages = fp8.choose_tile(rows, 4096)
+            facts = {"SIZE": 4096, "SCALED": scaled, "BLOCK_M": block_m, "BLOCK_N": fp8.TILE_N, "BLOCK_K": block_k}
+            facts |= {"HAS_BIAS": True, "FORM": BY_CARD if arch >= 89 else BY_SHIFTS}
+            kinds = [f"*{half}", "*u8", "*fp32", f"*{half}", "*fp32", "i32", "i32:16", "i32:16", "i32"]
+            cases[f"fp8_weights {half} by {scaled}"] = lambda arch, kinds=kinds, facts=facts, stages=stages: (
+                compile_kernel(fp8.weight_only_kernel, kinds, facts, arch, 4, stages)
             )
     if arch in (75, 90):
         cases[f"rope partial {half}"] = rope_case(half, 80, 32, False)

@@ -85,15 +85,31 @@ def test_scales_after_a_product(has_bias):
     torch.testing.assert_close(triton_fp8.rescale(x, rows, columns, bias), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "outputs", "size", "block"), [(3, 70, 64, 0), (17, 64, 128, 0), (65, 256, 256, 128)])
-def test_weights_alone_in_8_bits(rows, outputs, size, block):
-    """For cards that multiply no 8-bit floats: x stays as it is."""
+@pytest.mark.parametrize(
+    ("rows", "outputs", "size", "block", "splits"),
+    [(3, 70, 64, 0, 1), (17, 64, 128, 0, 1), (65, 256, 256, 128, 1), (5, 70, 640, 0, 2), (33, 256, 384, 128, 4)],
+)
+def test_weights_alone_in_8_bits(rows, outputs, size, block, splits):
+    """x stays as it is. Steps of 64 and of 128 inputs; the last of the pieces may be shorter, or left out."""
     x, bias, weight = torch.randn(rows, size).half(), torch.randn(outputs).half(), scaled_weight(outputs, size, block)
     expected = x.float() @ fp8.expand(weight.q, weight.scale, torch.float32).T
     for added in (None, bias):
         whole = expected if added is None else expected + added.float()
-        found = triton_fp8.weight_only_linear(x, weight, added).float()
+        found = triton_fp8.weight_only_linear(x, weight, added, splits=splits).float()
         assert ((found - whole).norm() / whole.norm()).item() < 2e-3
+        parts = triton_fp8.weight_only_linear(x, weight, added, in_parts=True, splits=splits)
+        assert parts.dim() == (2 if splits == 1 else 3)
+        total = parts if splits == 1 else sum(parts.unbind()).half()
+        assert torch.equal(total.float(), found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "alone"), [(2, 128, False), (3, 128, True), (32, 128, True), (33, 128, False), (3, 96, False)]
+)
+def test_few_rows_keep_their_inputs(rows, size, alone):
+    """In 16 bits; with more rows they are rounded to 8 bits where a card multiplies these."""
+    assert triton_fp8.reads_weight_alone(torch.empty(rows, size).half(), scaled_weight(64, size, 0)) == alone
+    assert not triton_fp8.reads_weight_alone(torch.empty(rows, size), scaled_weight(64, size, 0))
 
 
 @pytest.mark.parametrize(("outputs", "size", "block"), [(300, 96, 0), (520, 200, 128)])

@@ -448,7 +448,7 @@ def test_advance():
     # Row 0 enters its second block, row 1 is padding, row 3 has outgrown its table.
     assert slots.tolist() == [1 * 4, -1, 4 * 4 + 3, -1, 2 * 4 + 1]
     decode_state.advance(sampled + 10, tokens, positions, context_lens, slots, tables, out, step, *ends)
-    assert out.tolist() == [[10, 20], [0, 0], [12, 22], [13, 23], [14, 24]]
+    assert out.tolist() == [[10, 20], [-1, -1], [12, 22], [13, 23], [14, 24]]
     assert step.item() == 2
     assert slots.tolist() == [1 * 4 + 1, -1, 0 * 4, -1, 2 * 4 + 2]
 
@@ -476,7 +476,7 @@ def test_a_text_that_has_ended_is_not_computed_on():
         found.append(context_lens.tolist())
     # 41 ends row 0 at once, row 1 from position 7 on; rows 2 and 3 end with 7 and 8 tokens.
     assert found == [[6, 0, 6, 6, 0], [7, 0, 0, 7, 0], [0, 0, 0, 8, 0]]
-    assert out[:4, :3].tolist() == [[9, 8, 7], [41, 41, 41], [9, 8, 8], [41, 41, 7]]
+    assert out[:, :3].tolist() == [[9, 8, 7], [41, -1, -1], [9, 8, -1], [41, 41, 7], [-1, -1, -1]]
     assert slots.tolist() == [-1, -1, -1, 4 * 16 + 7, -1]
     assert tokens[:4].tolist() == [7, 41, 8, 7]
     following = torch.tensor(lens, dtype=torch.int32) + 2

@@ -59,7 +59,7 @@ def test_every_kernel_compiles_and_fits(compiled, arch):
         expected |= {"moe_sum", "moe_count", "moe_place", "moe_gemv", "moe_gather", "moe_scatter"}
         expected |= {"propose", "feed", "accept"}
     expected |= {"few_rows"} if arch in (80, 90) else set()
-    expected |= {"fp8_weights"} if arch == 80 else set()
+    expected |= {"fp8_weights"} if arch in (80, 90) else set()
     assert kinds == (expected | {"fp8_quantise", "fp8_rescale", "matmul"} if arch == 90 else expected)
 
 
@@ -67,5 +67,13 @@ def test_products_with_operands_in_registers_are_waited_for(compiled):
     """Hopper's product reads its left operand from registers while the program goes on. Where the compiler lets some of
     them run on into the next step, that step overwrites what they read (ops/triton/integers_matmul.py:hold)."""
     waits = {r["name"].replace(" bf16", ""): r["waits"] for r in compiled[90]}
-    for name in ("integer_matmul 8", "integer_matmul 64", "integer_matmul 256", "moe_integers 8", "moe_integers 512"):
+    for name in (
+        "integer_matmul 8",
+        "integer_matmul 64",
+        "integer_matmul 256",
+        "moe_integers 8",
+        "moe_integers 512",
+        "fp8_weights by 1",
+        "fp8_weights by 128",
+    ):
         assert waits[name] == ["0"], name

@@ -294,11 +294,12 @@ def distance(some: list[RequestOutput], others: list[RequestOutput]) -> float:
 
 
 def test_padding_counts_for_no_expert(tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured steps are larger than what is in them; each size has choices of its own (moe/load.py)."""
+    """Captured steps are larger than what is in them; each size has choices of its own (moe/load.py). A text that ends
+    inside a visit is not counted on, so the other engine computes one step at a time."""
     prompts = [{"prompt_token_ids": ids} for ids in ([5, 9, 2], [7, 1, 3, 8, 4, 6], [11] * 13)]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     path = str(tiny("mixtral").path)
-    with LLM(path, **OPTIONS) as llm:
+    with LLM(path, **{**OPTIONS, "decode_steps": 1}) as llm:
         llm.engine.executor.expert_load()
         llm.generate(prompts, params, use_tqdm=False)
         plain = llm.engine.executor.expert_load()
@@ -310,4 +311,42 @@ def test_padding_counts_for_no_expert(tiny: Callable[[str], TinyModel], monkeypa
         llm.generate(prompts, params, use_tqdm=False)
         assert llm.engine.executor.expert_load() == plain
     [total] = {sum(layer) for layer in plain}
-    assert total >= (3 + 6 + 13 + 3 * 3) * 2
+    assert total == (3 + 6 + 13 + 3 * 3) * 2
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 5}, {"max_tokens": 30, "stop_token_ids": [33]}])
+def test_a_grammar_is_not_asked_behind_the_end(
+    tiny: Callable[[str], TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    more: dict[str, Any],
+) -> None:
+    """Of a text that ends in the middle of a visit, while another goes on."""
+    form = {"structured_outputs": {"regex": "(9:;){6,9}"}}
+    params = [SamplingParams(seed=9, **form, **more), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
+    prompts: list[Any] = [{"prompt_token_ids": [46, 47]}, {"prompt_token_ids": [5, 9, 2, 7]}]
+    path, options = str(tiny("llama-mqa-bias").path), {**OPTIONS, "num_kvcache_blocks": 32}
+    with LLM(path, **options) as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    with LLM(path, **options) as llm:
+        on_device(llm)
+        caplog.clear()
+        assert list(map(tokens, llm.generate(prompts, params, use_tqdm=False))) == list(map(tokens, plain))
+    assert not [record.message for record in caplog.records if "structured" in record.message]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_huge_min_tokens_ends_nobody(
+    tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch, ignore_eos: bool
+) -> None:
+    """It reaches the device as an int32, with the prompt before it."""
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]
+    params += [SamplingParams(min_tokens=2**31 - 1, max_tokens=None, ignore_eos=ignore_eos)]
+    prompts: list[Any] = [{"prompt_token_ids": [5, 9, 2, 7]}, {"prompt_token_ids": [5] * 20}]
+    with LLM(str(tiny("llama-mqa-bias").path), **{**OPTIONS, "max_model_len": 32}) as llm:
+        on_device(llm)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    ends = [(len(out["token_ids"]), out.outputs[0].finish_reason) for out in outputs]
+    assert ends == [(3, "length"), (12, "length")]

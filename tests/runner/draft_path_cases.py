@@ -156,3 +156,28 @@ def test_the_models_own_layer_guesses(
     assert {len(new) for _, new in greedy} == {1, 2}
     for text, new in greedy:
         reference.check(text, new)
+
+
+def test_guesses_are_loads_of_experts(tiny: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row that is fed counts, right or wrong; padding does not. So EPLB sees plans with guesses too."""
+    prompts: list[Any] = [{"prompt_token_ids": ids} for ids in ([33, 31, 32] * 4, [31, 33], [40] * 5)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, allowed_token_ids=FEW)
+    monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
+    how = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 2}
+    options = {**OPTIONS, "decode_steps": 1, "max_num_batched_tokens": 32}
+    with LLM(str(tiny("mixtral").path), **options, speculative_config=how) as llm:
+        loop: Any = on_device(llm)._draft_loop
+        feed, fed = loop._feed, []
+
+        def watched(size: int, num: int) -> torch.Tensor:
+            fed.append(int((loop._state.first(size, num).rows >= 0).sum()))
+            return feed(size, num)
+
+        monkeypatch.setattr(loop, "_feed", watched)
+        always(llm, 2)
+        llm.engine.executor.expert_load()
+        llm.generate(prompts, params, use_tqdm=False)
+        [total] = {sum(layer) for layer in llm.engine.executor.expert_load()}
+        stats = llm.engine.stats
+    assert stats.num_drafted > stats.num_accepted > 0
+    assert total == (12 + 2 + 5 + sum(fed)) * 2

@@ -4,14 +4,14 @@ A captured graph holds forward, sampling and this kernel, so it can be replayed 
 sampled `sampled`, for every live row: the token becomes the next input, position and context length grow by one, the
 slot of the new token is looked up in the block table (whose blocks the host reserved ahead), and the token goes to
 column `step` of the output buffer, from which the host copies k tokens at once. A row with context length 0 is padding
-and stays as it is, with slot -1. A position past the block table also gets slot -1: the host reserved too little, and a
-lost token is better than a write into a block of another sequence.
+and stays as it is, with slot -1 and -1 in the output. A position past the block table also gets slot -1: the host
+reserved too little, and a lost token is better than a write into a block of another sequence.
 
 A text may end in the middle of a visit: by its length, which the host knew before, or by a stop token, which it learns
 two visits later. So the end is looked for here, too (columns MAX_LEN and STOPS_FROM of the sampler's state), and the
 row becomes padding: attention would otherwise read its whole context for each step that is left. MAX_LEN becomes 1,
 where `lanes.begin` finds it if the next visit was planned before the host knew. The host decides for itself where a
-text ends, and cuts off what comes behind: here its last token again.
+text ends, and cuts off the -1 behind.
 
 One program owns all rows, because it also counts `step` up: with several, one could do so before another has read it.
 At 256 rows that is one pass of a few hundred nanoseconds.
@@ -56,7 +56,7 @@ def advance_kernel(
         tl.store(context_lens_ptr + lane, tl.where(ends, 0, context_len + 1), mask=live)
         tl.store(slots_ptr + lane, slot, mask=exists)
         tl.store(of_row + _MAX_LEN, 1, mask=ends)
-        tl.store(out_ptr + lane * out_stride + step, token, mask=exists & (step < out_width))
+        tl.store(out_ptr + lane * out_stride + step, tl.where(live, token, -1), mask=exists & (step < out_width))
     tl.debug_barrier()  # every warp has read step
     tl.store(step_ptr, step + 1)
 

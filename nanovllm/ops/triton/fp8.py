@@ -1,24 +1,26 @@
 """Products with a weight in 8-bit floats (twin and contract: `ops/fp8.py`), by the number of rows of x.
 
-    few rows      `gemv.py` reads the weight, converts it in registers, and multiplies in fp32: x stays in 16 bits
+    1 and 2       `gemv.py` reads the weight, converts it in registers, and multiplies in fp32: x stays in 16 bits
+    3 to 32       the weight is converted in registers for the tensor cores of 16 bits (`weight_only_linear`), and x is
+                  not rounded; up to 128 rows on sm_80 to 88, which have no tensor cores for 8 bits
     to 128        x is quantised (one launch), then cuBLAS's product on the tensor cores, which knows one scale for a
                   whole matrix; so it gets 1, and the scales of tokens and outputs are applied afterwards (one launch)
     more          x is quantised, then a product that applies the scales itself (CUTLASS)
-    sm_80 to 88   have no such tensor cores: up to 128 rows the weight is converted in registers for those of 16 bits
-                  (`weight_only_linear`); x is not rounded
     other cases   (Turing, more rows before sm_89, odd sizes) the weight is expanded piece by piece, then cuBLAS
 
 Measured on an H200, Qwen3-8B, us: 16 bits; 8 bits with a scale a row (and a block); of these 2 quantise x:
 
     rows          6144 x 4096          4096 x 4096
     1             13.5;  7.4            9.6;  5.9          (76 and 64 % of the bandwidth; 24576 x 4096: 89 %)
-    4             17.0; 15.1           12.8;  9.9
+    4             17.0; 15.1           12.8;  9.9          (matrix-vector product)
     64            17.2; 16.2 (17.1)    12.1; 15.9 (16.7)
     256           22.3; 17.4 (18.4)    16.6; 16.4 (17.5)
     2,048          132; 76.7 (90.0)    87.0; 54.8 (63.1)
 
 The products alone at 64 rows: 14.3 and 14.0 us with scales of rows, 10.3 and 7.9 without, which is why these are
 applied afterwards there. Sums of products of 8-bit floats reach 448 * 448 * K at most, far below the largest bf16.
+`weight_only_linear` has not been measured yet: half the bytes of a product in 16 bits, which takes 16 and 10 us for 8
+rows (`matmul.py`), so 10 and 7 are expected.
 """
 
 from __future__ import annotations
@@ -36,18 +38,21 @@ from nanovllm.ops.triton.common import (
     dependent_launch,
     dot,
     next_power_of_2,
+    num_multiprocessors,
     start_next,
     wait_for_last,
 )
 from nanovllm.ops.triton.e4m3 import BY_CARD, BY_SHIFTS, FP8_UNITS, from_e4m3
 from nanovllm.ops.triton.gemv import gemv
+from nanovllm.ops.triton.splits import add_splits, choose_splits, empty_parts, hold
 
+MAX_GEMV_ROWS = 2
 GEMV_WEIGHTS = 6144 * 4096  # for four rows the matrix-vector product is the faster one up to this size
 
 SEPARATE_ROWS = 128  # up to so many, scales are applied after the product
 
-WEIGHT_ONLY_ROWS, TENSOR_CORES = 128, (8, 0)
-TILE_N, TILE_K = 64, 64  # of the weight; TILE_K divides a block of 128
+WEIGHT_ONLY_ROWS, FEW_ROWS, TENSOR_CORES = 128, 32, (8, 0)  # the first before sm_89, the second later
+TILE_N, SHORT_STEP, LONG_STEP = 64, 64, 128  # outputs, and inputs of a step; a step is within a block of 128
 
 
 @triton.jit
@@ -123,7 +128,7 @@ def quantise(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scale.t()
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])
 def weight_only_kernel(
     x_ptr,
     q_ptr,
@@ -133,6 +138,7 @@ def weight_only_kernel(
     num_rows,
     out_size,
     x_stride,
+    num_steps,
     SIZE: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -140,40 +146,58 @@ def weight_only_kernel(
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """out^T = W x^T: BLOCK_N outputs of BLOCK_M rows. SCALED: 1 = a scale for each row of the weight, applied at the
-    end; 128 = for each block, applied to the sum of each step, which is within one."""
+    """out^T = W x^T: BLOCK_N outputs of BLOCK_M rows, num_steps steps of the inputs. SCALED: 1 = a scale for each row
+    of the weight, applied at the end; 128 = for each block, applied to the sum of each step, which is within one."""
+    start_next(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(2) * num_steps * BLOCK_K
     k = tl.arange(0, BLOCK_K)
     row = tl.where(n < out_size, n, 0)  # outputs past the end read row 0, rows past the end the first ones
     q_ptrs = q_ptr + row.to(tl.int64)[:, None] * SIZE + k[None, :]
     x_ptrs = x_ptr + (m % num_rows).to(tl.int64)[:, None] * x_stride + k[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, SIZE, BLOCK_K):
+    wait_for_last(DEPENDENT)
+    for start in tl.range(first, tl.minimum(first + num_steps * BLOCK_K, SIZE), BLOCK_K):
         x = tl.load(x_ptrs + start)
-        product = dot(from_e4m3(tl.load(q_ptrs + start), x.dtype, FORM), tl.trans(x))
+        product = hold(dot(from_e4m3(tl.load(q_ptrs + start), x.dtype, FORM), tl.trans(x)))
         if SCALED > 1:
             product *= tl.load(scale_ptr + row // SCALED * tl.cdiv(SIZE, SCALED) + start // SCALED)[:, None]
         total += product
     if SCALED == 1:
         total *= tl.load(scale_ptr + row)[:, None]
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    if HAS_BIAS:  # of the first piece
+        total += tl.load(bias_ptr + row, mask=row < tl.where(first == 0, out_size, 0), other=0.0).to(tl.float32)[
+            :, None
+        ]
+    out_ptr += tl.program_id(2).to(tl.int64) * num_rows * out_size
     ok = (m < num_rows)[:, None] & (n < out_size)[None, :]
     offsets = m.to(tl.int64)[:, None] * out_size + n[None, :]
     tl.store(out_ptr + offsets, tl.trans(total).to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def weight_only_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [1..128, K] of 16 bits, K a multiple of TILE_K; weight: a ScaledWeight (layers/scaled.py) [N, K]."""
+def weight_only_linear(
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None = None,
+    in_parts: bool = False,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """x [1..128, K] of 16 bits, K a multiple of SHORT_STEP; weight: a ScaledWeight (layers/scaled.py) [N, K] -> [rows,
+    N], or with `in_parts`, if there are splits, [splits, rows, N] in fp32. `splits` overrides the choice."""
     (rows, size), out_size = x.shape, weight.q.shape[0]
     assert x.stride(1) == 1
     assert 1 <= rows <= WEIGHT_ONLY_ROWS
-    assert size % TILE_K == 0
-    out = torch.empty((rows, out_size), dtype=x.dtype, device=x.device)
-    block_m = max(16, next_power_of_2(min(rows, 64)))
-    weight_only_kernel[(triton.cdiv(out_size, TILE_N), triton.cdiv(rows, block_m))](
+    assert size % SHORT_STEP == 0
+    block_m, block_k, stages = choose_tile(rows, size)
+    steps, tiles = size // block_k, triton.cdiv(out_size, TILE_N) * triton.cdiv(rows, block_m)
+    splits = min(steps, splits or choose_splits(tiles, steps, num_multiprocessors(x.device)))
+    per_split = triton.cdiv(steps, splits)
+    splits = triton.cdiv(steps, per_split)  # no empty ones
+    out, dependent = empty_parts(splits, out_size, x), dependent_launch(x.device)
+    weight_only_kernel[(triton.cdiv(out_size, TILE_N), triton.cdiv(rows, block_m), splits)](
         x,
         weight.q.view(torch.uint8),
         weight.scale,
@@ -182,17 +206,27 @@ def weight_only_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None =
         rows,
         out_size,
         x.stride(0),
+        per_split,
         SIZE=size,
         SCALED=weight.block or 1,
         BLOCK_M=block_m,
         BLOCK_N=TILE_N,
-        BLOCK_K=TILE_K,
+        BLOCK_K=block_k,
         HAS_BIAS=bias is not None,
         FORM=BY_CARD if capability(x.device) >= FP8_UNITS else BY_SHIFTS,
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
         num_warps=4,
-        num_stages=3,
+        num_stages=stages,
     )
-    return out
+    return out if splits == 1 or in_parts else add_splits(out, x)
+
+
+def choose_tile(rows: int, size: int) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_K, stages). An H200 reads 34 KB a multiprocessor in the microsecond that a load takes: three
+    programs with three stages of 8 KB on their way are twice that."""
+    block_m = max(16, next_power_of_2(min(rows, 64)))
+    return (block_m, LONG_STEP, 4) if block_m <= 32 and size % LONG_STEP == 0 else (block_m, SHORT_STEP, 3)
 
 
 def expanded_rows(weight: Any, dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
@@ -201,15 +235,22 @@ def expanded_rows(weight: Any, dtype: torch.dtype, first: int, last: int) -> tor
     return expand(weight.q[first:last], scale, dtype)
 
 
+def reads_weight_alone(x: torch.Tensor, weight: Any) -> bool:
+    """Whether a product with these rows is that of `weight_only_linear`."""
+    card, size = capability(x.device), weight.q.shape[1]
+    most = FEW_ROWS if card >= FP8_UNITS or x.device.type == "cpu" else WEIGHT_ONLY_ROWS
+    fits = x.dtype != torch.float32 and size % SHORT_STEP == 0 and (card >= TENSOR_CORES or x.device.type == "cpu")
+    return MAX_GEMV_ROWS < len(x) <= most and fits
+
+
 def scaled_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, K], weight: a ScaledWeight (layers/scaled.py) [N, K]."""
     rows, (out_size, size) = len(x), weight.q.shape
+    if reads_weight_alone(x, weight):
+        return weight_only_linear(x, weight, bias)
     if x.dtype != torch.float32 and prefers_gemv(rows, out_size, size):
         return gemv(x, weight, bias)
-    card, is_half = capability(x.device), x.dtype != torch.float32
-    if TENSOR_CORES <= card < FP8_UNITS and is_half and 0 < rows <= WEIGHT_ONLY_ROWS and size % TILE_K == 0:
-        return weight_only_linear(x, weight, bias)
-    if card < FP8_UNITS or size % 16 or out_size % 16 or (weight.block and size % BLOCK):
+    if capability(x.device) < FP8_UNITS or size % 16 or out_size % 16 or (weight.block and size % BLOCK):
         return linear_in_pieces(x, weight.q.shape, lambda *some: expanded_rows(weight, x.dtype, *some), bias)
     q, scale = quantise(x, weight.block)
     if not weight.block and rows <= SEPARATE_ROWS and x.dtype == torch.bfloat16:
@@ -221,5 +262,6 @@ def scaled_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
 
 
 def prefers_gemv(rows: int, out_size: int, size: int) -> bool:
-    """Of the batch sizes that decode graphs are captured for, as in `gemv.py`."""
-    return rows in (1, 2) or (rows == 4 and out_size * size <= GEMV_WEIGHTS)
+    """Of the batch sizes that decode graphs are captured for, as in `gemv.py`. Four: where `weight_only_linear` does
+    not fit."""
+    return 1 <= rows <= MAX_GEMV_ROWS or (rows == 4 and out_size * size <= GEMV_WEIGHTS)

@@ -18,13 +18,12 @@ two of what expanding it gives. As the numbers come out in the order of the inpu
 (64), whatever the groups are. The work does not grow with the rows up to BLOCK_M.
 
 Few outputs leave multiprocessors idle: 4096 outputs are 64 programs, an H200 has 132 multiprocessors. Then the inputs
-are cut into pieces, and each program writes its sums in fp32. The kernel that reads the product adds them in the order
-of the pieces: a norm, RoPE, or SiLU, as with `matmul.py`; where nothing does, a kernel of its own. So the output does
-not depend on which program ends first, as it would with atomic additions.
+are cut into pieces, and each program writes its sums in fp32 (`splits.py`).
 
 Hopper's product is asynchronous, and reads its left operand from registers while the program goes on. Triton 3.6 lets
 seven of the eight products of a step run on into the next one, which overwrites these registers: of 400 runs with 8
-warps on an H200 60 gave another result. `hold` makes the sums an input of something else, which waits for all of them.
+warps on an H200 60 gave another result. `splits.py:hold` makes the sums an input of something else, which waits for all
+of them.
 
 Measured on an H200, int4 in groups of 128, us (16 bits by cuBLAS):
 
@@ -50,7 +49,6 @@ from nanovllm.ops.triton.common import (
     INTERPRETED,
     dependent_launch,
     dot,
-    empty_rows,
     has_copy_engine,
     next_power_of_2,
     num_multiprocessors,
@@ -58,6 +56,7 @@ from nanovllm.ops.triton.common import (
     wait_for_last,
     with_room,
 )
+from nanovllm.ops.triton.splits import add_splits, choose_splits, empty_parts, hold
 
 COLUMNS = tl.constexpr(integers.COLUMNS)
 DESC_ROWS = 64  # x in tiles of so many rows is copied by the bulk copy engine
@@ -155,15 +154,6 @@ def unpack(words, factors, FLOAT: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def hold(sums):
-    """The same, once all products that they are sums of have ended: see the top of this file."""
-    if INTERPRETED:
-        return sums
-    else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def load_factors(factors_ptr, n, block, out_size, GROUPS: tl.constexpr):
     found = ()
     for g in tl.static_range(GROUPS):
@@ -226,18 +216,6 @@ def integer_matmul_kernel(
     tl.store(out_ptr + offsets, tl.trans(total).to(out_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["num", "num_splits"])
-def add_splits_kernel(partial_ptr, out_ptr, num, num_splits, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
-    start_next(DEPENDENT)
-    wait_for_last(DEPENDENT)
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    total = tl.zeros([TILE], tl.float32)
-    for _ in range(num_splits):
-        total += tl.load(partial_ptr + i, mask=i < num, other=0.0)
-        partial_ptr += num
-    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < num)
-
-
 @triton.jit(do_not_specialize=["first"])
 def expand_kernel(
     words_ptr,
@@ -298,12 +276,7 @@ def integer_matmul(
     splits = min(blocks, splits or choose_splits(tiles, blocks, num_multiprocessors(x.device)))
     per_split = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, per_split)  # no empty ones
-    dependent = dependent_launch(x.device)
-    launch = {"DEPENDENT": dependent, "launch_pdl": dependent}
-    if splits == 1:
-        out = empty_rows(rows, out_size, x)
-    else:
-        out = torch.empty((splits, rows, out_size), dtype=torch.float32, device=x.device)
+    dependent, out = dependent_launch(x.device), empty_parts(splits, out_size, x)
     use_desc = has_copy_engine(x.device) and block_m >= DESC_ROWS and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     box = [block_m, integers.block_length(weight.bits)]
     integer_matmul_kernel[(triton.cdiv(rows, block_m), triton.cdiv(out_size, block_n), splits)](
@@ -321,16 +294,12 @@ def integer_matmul(
         BLOCK_N=block_n,
         HAS_BIAS=bias is not None,
         USE_DESC=use_desc,
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
         num_warps=warps,
         num_stages=stages,
-        **launch,
     )
-    if splits == 1 or in_parts:
-        return out
-    partial, out, num = out, empty_rows(rows, out_size, x), rows * out_size
-    tile_size = 512
-    add_splits_kernel[(triton.cdiv(num, tile_size),)](partial, out, num, splits, TILE=tile_size, **launch, num_warps=4)
-    return out
+    return out if splits == 1 or in_parts else add_splits(out, x)
 
 
 def choose_tile(rows: int, out_size: int, size: int) -> tuple[int, int, int, int]:
@@ -348,11 +317,3 @@ def choose_tile(rows: int, out_size: int, size: int) -> tuple[int, int, int, int
     if 128 < rows <= 192:  # three times 64, not twice 128
         return 64, 64, 4, 3
     return 128, 64, 4, 2 if rows <= 128 and out_size >= 16384 else 3
-
-
-def choose_splits(tiles: int, blocks: int, num_multiprocessors: int) -> int:
-    """Three programs for each multiprocessor where there are fewer tiles, but at least 4 blocks a program: a split
-    costs 4 bytes an output to write and to read, and the second launch. A power of two, so that neighbouring numbers of
-    rows add in the same order."""
-    most = min(3 * num_multiprocessors // tiles, blocks // 4, 8)
-    return 1 << (most.bit_length() - 1) if most > 0 else 1

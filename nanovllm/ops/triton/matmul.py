@@ -7,10 +7,8 @@ shared memory, several steps ahead. Programs of the next kernel start while this
 cuBLAS's products do not allow: 1 to 1.5 us on either side.
 
 Few outputs are few programs: 1024 outputs are 16 of them, an H200 has 132 multiprocessors. So the inputs are cut into
-`splits` pieces, each program adds up one piece, and the pieces are *not* added up here: the result is [splits, rows, N]
-in fp32, and the kernel that reads it adds them in their order while it loads them. In a decoder layer that is the norm
-(o and down), or RoPE (qkv), which is launched anyway. So there is no launch for the sum, and no atomic addition: the
-output does not depend on which program ends first.
+`splits` pieces, and the kernel that reads the result adds up its parts (`splits.py`): the norm (o and down), or RoPE
+(qkv).
 
 Measured on an H200 in a captured chain, us, this kernel (cuBLAS), with the splits that `choose_launch` takes:
 
@@ -45,17 +43,16 @@ from nanovllm.ops.triton.common import (
     capability,
     dependent_launch,
     dot,
-    empty_rows,
     next_power_of_2,
     start_next,
     wait_for_last,
     with_room,
 )
+from nanovllm.ops.triton.splits import MOST_SPLITS, empty_parts
 
 FEWEST_ROWS, MOST_ROWS = 3, 128
 HOPPER = (9, 0)  # measured there only
 BLOCK_N = 64
-MOST_SPLITS = 8
 LARGE = 4096 * 4096  # weights of a matrix, see choose_launch
 
 
@@ -122,11 +119,7 @@ def matmul(
     assert x.stride(1) == weight.stride(1) == 1
     assert size % (launch.block_k * splits) == 0
     assert splits == 1 or not gated
-    if splits == 1:
-        out = empty_rows(rows, out_size, x)
-    else:
-        out = torch.empty((splits, rows, out_size), dtype=torch.float32, device=x.device)
-    dependent = dependent_launch(x.device)
+    out, dependent = empty_parts(splits, out_size, x), dependent_launch(x.device)
     grid = (triton.cdiv(out_size, BLOCK_N), triton.cdiv(rows, launch.block_m), splits)
     matmul_kernel[grid](
         TensorDescriptor.from_tensor(with_room(x, launch.block_m), [launch.block_m, launch.block_k]),

@@ -21,10 +21,11 @@ import triton.language as tl
 from nanovllm.ops.integers import IntegerStack
 from nanovllm.ops.triton.common import capability, dot, num_multiprocessors
 from nanovllm.ops.triton.integers import choose_block, dot_form, integer_sums
-from nanovllm.ops.triton.integers_matmul import COLUMNS, hold, load_factors, unpack, unpack_form
+from nanovllm.ops.triton.integers_matmul import COLUMNS, load_factors, unpack, unpack_form
 from nanovllm.ops.triton.integers_round import RoundedRows, round_rows
 from nanovllm.ops.triton.moe_align import Alignment, align
 from nanovllm.ops.triton.moe_gemm import GROUP, PROGRAMS_PER_SM, find_tile
+from nanovllm.ops.triton.splits import hold
 
 
 @triton.jit(do_not_specialize_on_alignment=["buffers_ptr", "weights_ptr"])
