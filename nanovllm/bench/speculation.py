@@ -4,7 +4,7 @@ nothing to guess. The same engine with and without guesses, in turn."""
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.throughput import run_workload
@@ -68,14 +68,14 @@ def check_length(engine: LLMEngine, case: SpeculationCase, length: int) -> None:
 
 def measure_case(engine: LLMEngine, case: SpeculationCase, length: int, repeat: int) -> dict[str, Any]:
     """Without and with guesses in turn, after one of each to warm up; medians, also of the ratios of pairs."""
-    drafts = engine.scheduler.drafts
+    drafts, none = engine.scheduler.drafts, Drafts(replace(engine.scheduler.limits, num_drafts=0))
     rates: dict[str, list[float]] = {"plain": [], "guessing": []}
     before, same = engine.stats.num_drafted, []
     accepted = engine.stats.num_accepted
     for turn in range(repeat + 1):
         workload = case.workload(engine, turn, length)
         runs = {}
-        for kind, used in (("plain", Drafts(0)), ("guessing", drafts)):
+        for kind, used in (("plain", none), ("guessing", drafts)):
             engine.scheduler.drafts = used
             engine.reset_prefix_cache()
             title = f"{case.title}, {kind}, run {turn} of {repeat}" if turn else "warming up"

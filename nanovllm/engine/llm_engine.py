@@ -250,8 +250,7 @@ class LLMEngine:
 
     def _depth(self, alone: bool) -> int:
         """How many plans are in flight: one if each needs the tokens of the one before, with a grammar or guesses."""
-        scheduler, plans = self.scheduler, [flight[0] for flight in self._flights]
-        waits = scheduler.drafts.need_tokens(scheduler.running, plans, scheduler.limits)
+        waits = self.scheduler.drafts.need_tokens(self.scheduler.running, [flight[0] for flight in self._flights])
         return 1 if alone or self._num_grammars or waits else self.executor.overlap
 
     def _launch_next(self) -> bool:

@@ -97,6 +97,7 @@ def triton_ops() -> Ops:
     from nanovllm.ops.triton import qk_norm_rope as t_rope
 
     products = {"fp8": t_fp8.scaled_linear, "integers": t_integers.integer_linear}
+    in_parts: dict[str, Any] = {"fp8": t_fp8.linear_in_parts, "integers": t_integers.linear_in_parts}
     fused: dict[str, Any] = {"fp8": t_gemv.gemv, "integers": t_integers.integer_gemv}
 
     def few_rows_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -115,13 +116,8 @@ def triton_ops() -> Ops:
         if plain is not None:
             launch = t_matmul.launch_for(x, plain, gated)
             return None if launch is None else t_matmul.matmul(x, plain, launch, bias, gated)
-        if weight.kind == "integers" and t_integers.takes_tensor_cores(x):
-            parts = t_integers.integer_linear(x, weight, bias, in_parts=True)
-        elif weight.kind == "fp8" and t_fp8.reads_weight_alone(x, weight):
-            parts = t_fp8.weight_only_linear(x, weight, bias, in_parts=True)
-        else:
-            return None
-        return t_activation.silu_mul(parts, like=x) if gated else parts
+        parts = in_parts[weight.kind](x, weight, bias)
+        return t_activation.silu_mul(parts, like=x) if gated and parts is not None else parts
 
     def fused_gemv(x: torch.Tensor, weight: Any, *args: Any, **options: Any) -> torch.Tensor:
         if isinstance(weight, torch.Tensor) or weight.plain is not None:

@@ -180,14 +180,13 @@ class DraftLength:
 
 
 class Drafts:
-    def __init__(self, most: int) -> None:
-        self.most, self.max_seqs = most, MAX_SEQS
-        self.length, self.length_with_grammar = DraftLength(most), DraftLength(most)
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.most, self.max_seqs = limits.num_drafts, MAX_SEQS
+        self.length, self.length_with_grammar = DraftLength(self.most), DraftLength(self.most)
+        self._limits = limits
         self._ended = 0.0  # the newest plan
 
-    def reserve(
-        self, chosen: list[tuple[Sequence, int]], num_steps: int, limits: SchedulerLimits, blocks: BlockManager
-    ) -> int:
+    def reserve(self, chosen: list[tuple[Sequence, int]], num_steps: int, blocks: BlockManager) -> int:
         """StepPlan.num_drafts for these sequences (and tokens to feed). Each gets blocks as if all guesses were right.
         0 beside prompts, behind a plan in flight, and where there are too few free blocks: no sequence is preempted for
         a guess."""
@@ -197,7 +196,7 @@ class Drafts:
             return 0
         seqs = [seq for seq, _ in chosen]
         length = self._length_for(seqs)
-        facts = (len(seqs), _most(seqs, limits, num_steps), _youngest(seqs), num_steps)
+        facts = (len(seqs), self._room_for(seqs, num_steps), _youngest(seqs), num_steps)
         if any(seq.num_pending for seq in seqs):
             length.skip(*facts)
             return 0
@@ -210,17 +209,17 @@ class Drafts:
             assert reserved
         return num_drafts
 
-    def most_steps(self, chosen: list[tuple[Sequence, int]], limits: SchedulerLimits) -> int:
+    def most_steps(self, chosen: list[tuple[Sequence, int]]) -> int:
         """Of a plan of these sequences: few where a length is tried, which may be slow, and no more than may be needed
         with guesses."""
         if not self.most or len(chosen) > self.max_seqs or any(seq.num_pending for seq, _ in chosen):
             return MAX_STEPS
         seqs = [seq for seq, _ in chosen]
-        length, is_try = self._length_for(seqs).next(len(seqs), _most(seqs, limits), _youngest(seqs))
-        needed = min(_room(seqs, limits)) // (1 + length) if length else MAX_STEPS
+        length, is_try = self._length_for(seqs).next(len(seqs), self._room_for(seqs), _youngest(seqs))
+        needed = min(self._tokens_left(seqs)) // (1 + length) if length else MAX_STEPS
         return min(TRY_STEPS if is_try else MAX_STEPS, max(1, needed))
 
-    def need_tokens(self, running: list[Sequence], plans: list[StepPlan], limits: SchedulerLimits) -> bool:
+    def need_tokens(self, running: list[Sequence], plans: list[StepPlan]) -> bool:
         """Whether the next plan must wait for the tokens of those in flight: it may guess, or one of them does, so that
         nobody knows yet where its sequences will stand."""
         if any(plan.num_drafts for plan in plans):
@@ -229,7 +228,7 @@ class Drafts:
             return False
         if any(seq.num_remaining > 1 for seq in running):  # it reads a prompt
             return False
-        facts = len(running), _most(running, limits), _youngest(running)
+        facts = len(running), self._room_for(running), _youngest(running)
         return self._length_for(running).next(*facts)[0] > 0
 
     def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int]:
@@ -255,18 +254,16 @@ class Drafts:
         has_grammar = any(seq.params.structured_outputs is not None for seq in seqs)
         return self.length_with_grammar if has_grammar else self.length
 
+    def _tokens_left(self, seqs: list[Sequence]) -> tuple[int, int]:
+        """(that each of them can still hold, that one of them may still want)."""
+        room = min(self._limits.max_model_len - len(seq.token_ids) - seq.num_pending for seq in seqs)
+        return room, max(seq.stop.max_tokens - seq.num_output - seq.num_pending for seq in seqs)
 
-def _room(seqs: list[Sequence], limits: SchedulerLimits) -> tuple[int, int]:
-    """(tokens that each of them can still hold, tokens that one of them may still want)."""
-    room = min(limits.max_model_len - len(seq.token_ids) - seq.num_pending for seq in seqs)
-    return room, max(seq.stop.max_tokens - seq.num_output - seq.num_pending for seq in seqs)
-
-
-def _most(seqs: list[Sequence], limits: SchedulerLimits, num_steps: int = 1) -> int:
-    """Guesses for each sequence and step."""
-    room, wanted = _room(seqs, limits)
-    rows = min(limits.max_num_batched_tokens // len(seqs), MAX_ROWS // _rounded(len(seqs)))
-    return max(0, min(room // num_steps, -(-wanted // num_steps), rows) - 1)
+    def _room_for(self, seqs: list[Sequence], num_steps: int = 1) -> int:
+        """How many guesses for each of them in each step."""
+        room, wanted = self._tokens_left(seqs)
+        rows = min(self._limits.max_num_batched_tokens // len(seqs), MAX_ROWS // _rounded(len(seqs)))
+        return max(0, min(room // num_steps, -(-wanted // num_steps), rows) - 1)
 
 
 def _rounded(num_seqs: int) -> int:

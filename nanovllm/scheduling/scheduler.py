@@ -83,7 +83,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.step = 0  # id of the newest plan
-        self.drafts = Drafts(limits.num_drafts)
+        self.drafts = Drafts(limits)
         self._text_stop = text_stop
         self._sequences: dict[int, Sequence] = {}
         self._flights: deque[_Flight] = deque()
@@ -162,7 +162,7 @@ class Scheduler:
         self._continue_running(new)
         self._admit_waiting(new)
         num_steps = self._extend_decodes(new.chosen)
-        num_drafts = self.drafts.reserve(new.chosen, num_steps, self.limits, self.blocks)
+        num_drafts = self.drafts.reserve(new.chosen, num_steps, self.blocks)
         entries = tuple(self._entry(seq, num_new, num_steps) for seq, num_new in new.chosen)
         plan = StepPlan(self.step, entries, tuple(new.arrivals), tuple(self._departures), num_steps, num_drafts)
         if entries:  # an empty plan is not executed: its departures are in the next one
@@ -239,7 +239,7 @@ class Scheduler:
             return 1
         room = min(self.limits.max_model_len - len(seq.token_ids) - seq.num_pending for seq, _ in chosen)
         wanted = max(seq.stop.max_tokens - seq.num_output - seq.num_pending for seq, _ in chosen)
-        num_steps = max(1, min(self.limits.decode_steps, self.drafts.most_steps(chosen, self.limits), room, wanted))
+        num_steps = max(1, min(self.limits.decode_steps, self.drafts.most_steps(chosen), room, wanted))
         extra = num_steps - 1
         if sum(self.blocks.num_missing(seq, extra) for seq, _ in chosen) > self.blocks.num_free:
             return 1

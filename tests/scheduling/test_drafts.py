@@ -125,28 +125,28 @@ def test_what_follows_a_try_is_part_of_its_price() -> None:
 
 def test_plans_overlap_while_nothing_is_guessed() -> None:
     """On a GPU a plan that waits for the one before costs time, also one that guesses nothing. Tries are short."""
-    drafts = Drafts(4)
+    drafts = Drafts(LIMITS)
     running = [make_sequence(i) for i in range(2)]
     chosen, plans = [(seq, 1) for seq in running], [StepPlan(1, (), num_steps=8)]
-    assert drafts.need_tokens(running, plans, LIMITS)  # lengths that were never tried
+    assert drafts.need_tokens(running, plans)  # lengths that were never tried
     play(drafts.length, 100, cost, none_right, num_seqs=2)
     while drafts.length.choose(2, MANY, 0, TRY_STEPS) == 0:
         drafts.length.record(2, 0, TRY_STEPS, 2 * TRY_STEPS, TRY_STEPS * 1.0)
     drafts.length.record(2, 4, TRY_STEPS, 2 * TRY_STEPS, TRY_STEPS * 1.8)
-    assert not drafts.need_tokens(running, plans, LIMITS)
-    assert drafts.most_steps(chosen, LIMITS) == MAX_STEPS
+    assert not drafts.need_tokens(running, plans)
+    assert drafts.most_steps(chosen) == MAX_STEPS
     play(drafts.length, RETRY, cost, none_right, num_seqs=2, most=0)
-    assert drafts.need_tokens(running, plans, LIMITS)
-    assert drafts.most_steps(chosen, LIMITS) == TRY_STEPS
+    assert drafts.need_tokens(running, plans)
+    assert drafts.most_steps(chosen) == TRY_STEPS
     reading = Sequence(9, [1] * 9, 9, StopRule(max_tokens=99), SamplingParams())
-    assert not drafts.need_tokens([*running[:1], reading], plans, LIMITS), "nothing is guessed beside a prompt"
+    assert not drafts.need_tokens([*running[:1], reading], plans), "nothing is guessed beside a prompt"
     running[0].num_pending = 8
-    assert drafts.most_steps(chosen, LIMITS) == MAX_STEPS
-    assert drafts.need_tokens([], [StepPlan(1, (), num_drafts=3)], LIMITS)
+    assert drafts.most_steps(chosen) == MAX_STEPS
+    assert drafts.need_tokens([], [StepPlan(1, (), num_drafts=3)])
     many = [make_sequence(i) for i in range(17)]
-    assert not drafts.need_tokens(many, plans, LIMITS)
-    assert drafts.most_steps([(seq, 1) for seq in many], LIMITS) == MAX_STEPS
-    assert not Drafts(0).need_tokens(running, plans, LIMITS)
+    assert not drafts.need_tokens(many, plans)
+    assert drafts.most_steps([(seq, 1) for seq in many]) == MAX_STEPS
+    assert not Drafts(SchedulerLimits(64, 8192, 4096, 8, 0)).need_tokens(running, plans)
 
 
 def test_a_try_of_none_begins_and_ends_also_while_plans_overlap() -> None:
@@ -171,7 +171,7 @@ def serve(drafts: int, max_tokens: int, num_requests: int, right: bool, at_once:
         while next_id < num_requests and len(scheduler.running) + len(scheduler.waiting) < at_once:
             scheduler.add(Sequence(next_id, [1] * 20, 20, StopRule(max_tokens), SamplingParams()))
             next_id += 1
-        while len(flights) < 1 + (not scheduler.drafts.need_tokens(scheduler.running, list(flights), scheduler.limits)):
+        while len(flights) < 1 + (not scheduler.drafts.need_tokens(scheduler.running, list(flights))):
             plan = scheduler.schedule()
             scheduler.take_ended()
             if not plan.entries:

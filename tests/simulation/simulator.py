@@ -293,8 +293,7 @@ class Simulation:
 
     def _advance(self, idle_ok: bool) -> None:
         drafts, running = self.scheduler.drafts, self.scheduler.running
-        limits = self.scheduler.limits
-        while self._flights and drafts.need_tokens(running, [flight.plan for flight in self._flights], limits):
+        while self._flights and drafts.need_tokens(running, [flight.plan for flight in self._flights]):
             self._commit()
         plan = self.scheduler.schedule()
         for seq in self.scheduler.take_ended():

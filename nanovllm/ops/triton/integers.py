@@ -375,10 +375,8 @@ def takes_tensor_cores(x: torch.Tensor) -> bool:
     return GEMV_ROWS < len(x) <= MATMUL_ROWS and x.dtype != torch.float32 and has_cores
 
 
-def integer_linear(
-    x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, in_parts: bool = False
-) -> torch.Tensor:
-    """x [rows, K], weight: an IntegerWeight (layers/integers.py) [N, K]. `in_parts`: of integer_matmul."""
+def integer_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, K], weight: an IntegerWeight (layers/integers.py) [N, K]."""
     rows, uses_cores = len(x), takes_tensor_cores(x)
     is_half = x.dtype != torch.float32
     if is_half and 1 <= rows <= MAX_ROWS and not uses_cores:
@@ -387,10 +385,17 @@ def integer_linear(
     if weight.order is not None:
         x = x[:, weight.order]
     if uses_cores:
-        return integer_matmul(x, weight, bias, in_parts)
+        return integer_matmul(x, weight, bias)
     if is_half:
         return linear_in_pieces(x, weight.shape, lambda *some: expand_words(weight, x.dtype, *some), bias)
     return F.linear(x, integers.expand(weight, x.dtype) if weight.order is None else _in_order(weight), bias)
+
+
+def linear_in_parts(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """None: `integer_linear` is as fast."""
+    if not takes_tensor_cores(x):
+        return None
+    return integer_matmul(x if weight.order is None else x[:, weight.order], weight, bias, in_parts=True)
 
 
 def _in_order(weight: Any) -> torch.Tensor:
