@@ -7,13 +7,11 @@ inputs in different orders (act-order), or where scales are beyond float16."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.parted import PartedWeight, parted_weights
@@ -25,10 +23,6 @@ from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.integer_groups import KINDS, IntegerGroups, from_blocks, from_grouped
 from nanovllm.weights.loader import PackedTarget
 from nanovllm.weights.rules import Rule, find_destination
-
-TRIED_OUTPUTS = 256  # at both ends
-TRIED_ROWS = (1, 2, 8, 40, 300)  # matrix-vector products, tensor cores in two ways, and the expanded weight
-MOST_ERROR = 0.02  # of the length of a product; rounding to bfloat16 makes 0.003
 
 
 @dataclass(frozen=True)
@@ -202,16 +196,17 @@ class IntegerWeight(PartedWeight):
         self.words[first:].copy_(integers.pack_words(groups.q, self.bits))
         self.factors[:, first:].copy_(integers.pack_factors(groups.scale, groups.offset, len(self.factors)))
 
-    def outputs(self, places: torch.Tensor) -> Any:
-        """These of its outputs, as `integers.expand` takes a weight."""
-        same = {"bits": self.bits, "group": self.group, "order": self.order, "shape": (len(places), self.shape[1])}
-        return SimpleNamespace(words=self.words[places], factors=self.factors[:, places], **same)
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return self.bits, self.group, self.order is None
 
-    def give_up(self) -> None:
-        """Becomes an ordinary weight."""
-        if self.plain is None:
-            self.plain = integers.expand(self, self._dtype)
-            self._empty()
+    def expanded(self, places: torch.Tensor | None = None) -> torch.Tensor:
+        if places is None:
+            return integers.expand(self, self._dtype)
+        same = {"bits": self.bits, "group": self.group, "order": self.order, "shape": (len(places), self.shape[1])}
+        return integers.expand(
+            SimpleNamespace(words=self.words[places], factors=self.factors[:, places], **same), self._dtype
+        )
 
     @property
     def label(self) -> str:
@@ -233,37 +228,3 @@ def expect_types(model: nn.Module, checkpoint: Checkpoint, rules: tuple[Rule, ..
             found.setdefault(place.parameter, []).append(types.get(name))
     for name, parts in found.items():
         weights[name].expect(parts)
-
-
-def check_products(model: nn.Module, linear: Callable[..., torch.Tensor]) -> str:
-    """Multiplies once with each kind of matrix that the model has and compares with the expanded numbers: these kernels
-    have run on few cards, and a wrong product would be a wrong answer without a word. If one is wrong, or does not run,
-    all weights are expanded. Returns why; empty: all were right."""
-    kinds: dict[Any, IntegerWeight] = {}
-    weights = [weight for weight in parted_weights(model).values() if isinstance(weight, IntegerWeight)]
-    for weight in weights:
-        form = (weight.bits, weight.group, weight.order is None)
-        if weight.plain is None:
-            kinds.setdefault((*weight.shape, *form), weight)
-    why = next(filter(None, (_wrong_product(weight, linear) for weight in kinds.values())), "")
-    for weight in weights if why else ():
-        weight.give_up()
-    return why
-
-
-def _wrong_product(weight: IntegerWeight, linear: Callable[..., torch.Tensor]) -> str:
-    generator = torch.Generator().manual_seed(0)
-    some = torch.arange(weight.shape[0], device=weight.words.device)
-    if len(some) > 2 * TRIED_OUTPUTS:  # a small card has no room for a large matrix in float32
-        some = torch.cat((some[:TRIED_OUTPUTS], some[-TRIED_OUTPUTS:]))
-    expanded = integers.expand(weight.outputs(some), weight.dtype)
-    for rows in TRIED_ROWS:
-        x = torch.randn(rows, weight.shape[1], generator=generator).to(some.device, weight.dtype)
-        try:
-            found, right = linear(x, weight)[:, some].float(), F.linear(x, expanded).float()
-            error = float((found - right).norm() / right.norm().clamp(min=1e-30))
-        except RuntimeError as failed:
-            return f"a product of {rows} rows with {weight.label} does not run: {str(failed)[:200]}"
-        if not error <= MOST_ERROR:  # NaN: not either
-            return f"a product of {rows} rows with {weight.label} is wrong by {100 * error:.1f} %"
-    return ""

@@ -9,14 +9,19 @@ the whole weight an ordinary one, exact, with a line in the log.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.hardware.parallel import Shard
 from nanovllm.weights.loader import LoadTarget, PackedTarget, matrix_targets
+
+TRIED_OUTPUTS = 256  # at both ends
+TRIED_ROWS = (1, 2, 8, 40, 300)  # matrix-vector products, tensor cores in two ways, and what many rows take
 
 logger = logging.getLogger("nanovllm")
 
@@ -42,6 +47,7 @@ class PartedWeight(FewerBits):
 
     kind: ClassVar[str]  # by which operators choose their kernels
     target: ClassVar[type[PackedTarget]]  # how a part is read
+    most_error: ClassVar[float] = 0.02  # of the length of a product; rounding to bfloat16 makes 0.003
 
     def __init__(self, parts: dict[str, int], columns: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -76,6 +82,21 @@ class PartedWeight(FewerBits):
     def _empty(self) -> None:
         """Frees what `plain` replaces."""
         raise NotImplementedError
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Weights of the same shape and form have the same kernels."""
+        raise NotImplementedError
+
+    def expanded(self, places: torch.Tensor | None = None) -> torch.Tensor:
+        """The numbers that it has, in dtype; of these outputs only."""
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Becomes an ordinary weight."""
+        if self.plain is None:
+            self.plain = self.expanded()
+            self._empty()
 
     def set_rows(self, first: int, numbers: torch.Tensor) -> None:
         """Quantises these in place of the rows from `first` on: made-up weights get other routers (runner/probe.py)."""
@@ -126,3 +147,33 @@ def parted_weights(model: nn.Module) -> dict[str, PartedWeight]:
 
 def fewer_bits(model: nn.Module) -> list[FewerBits]:
     return [module for module in model.modules() if isinstance(module, FewerBits)]
+
+
+def check_products(model: nn.Module, linear: Callable[..., torch.Tensor]) -> str:
+    """Multiplies once with each kind of matrix that the model has and compares with the expanded numbers: these kernels
+    have run on few cards, and a wrong product would be a wrong answer without a word. If one is wrong, or does not run,
+    all weights are expanded. Returns why; empty: all were right."""
+    weights = [weight for weight in parted_weights(model).values() if weight.plain is None]
+    kinds = {(type(weight), weight.shape, weight.form): weight for weight in reversed(weights)}
+    why = next(filter(None, (_wrong_product(weight, linear) for weight in kinds.values())), "")
+    for weight in weights if why else ():
+        weight.give_up()
+    return why
+
+
+def _wrong_product(weight: PartedWeight, linear: Callable[..., torch.Tensor]) -> str:
+    generator, device = torch.Generator().manual_seed(0), next(weight.buffers()).device
+    some = torch.arange(weight.shape[0], device=device)
+    if len(some) > 2 * TRIED_OUTPUTS:  # a small card has no room for a large matrix in float32
+        some = torch.cat((some[:TRIED_OUTPUTS], some[-TRIED_OUTPUTS:]))
+    expanded = weight.expanded(some)
+    for rows in TRIED_ROWS:
+        x = torch.randn(rows, weight.shape[1], generator=generator).to(device, weight.dtype)
+        try:
+            found, right = linear(x, weight)[:, some].float(), F.linear(x, expanded).float()
+            error = float((found - right).norm() / right.norm().clamp(min=1e-30))
+        except RuntimeError as failed:
+            return f"a product of {rows} rows with {weight.label} does not run: {str(failed)[:200]}"
+        if not error <= weight.most_error:  # NaN: not either
+            return f"a product of {rows} rows with {weight.label} is wrong by {100 * error:.1f} %"
+    return ""

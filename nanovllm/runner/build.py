@@ -26,9 +26,9 @@ from nanovllm.hardware.huge_pages import HugePages, has_huge_pages
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.hardware.side_stream import side_stream
 from nanovllm.layers.build import Build
-from nanovllm.layers.integers import IntegerForm, check_products, expect_types
+from nanovllm.layers.integers import IntegerForm, expect_types
 from nanovllm.layers.packed import Packing, mean_bytes
-from nanovllm.layers.parted import PartedLoading
+from nanovllm.layers.parted import PartedLoading, check_products
 from nanovllm.layers.scaled import Scales
 from nanovllm.layers.scaled_attention import scaled_layers
 from nanovllm.lowrank.checkpoint import RULES as SVD_RULES
@@ -194,7 +194,7 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None], draft: Tra
         disk = DiskMemory(cache_folder()) if placement == "disk" else None
         _load(blueprint, model, offload, packing, disk, scales)
         wait_for_kernels()
-    if isinstance(scales, IntegerForm) and (why := check_products(model, ops.linear)):
+    if scales is not None and (why := check_products(model, ops.linear)):
         logger.warning("%s: all matrices are expanded to %s", why, str(dtype).removeprefix("torch."))
     return model
 

@@ -27,13 +27,18 @@ LAST_LINES = 12
 
 def script(name: str, *options: str) -> list[str]:
     """One of this folder, which writes its JSON into a folder."""
-    return [str(ROOT / "tests/gpu" / f"{name}.py"), *options, "--out", "{out}"]
+    return [str(ROOT / "tests/gpu" / f"{name}.py"), "--out", "{out}", *options]
 
 
 def figures(model: str, names: str, *options: str) -> list[str]:
     folder = str(ROOT / "benchmarks/models" / model)
     common = ["--load-format", "dummy", "--max-model-len", "4096"]
     return ["-m", "nanovllm", "bench", "workloads", names, "--model", folder, *common, *options]
+
+
+def steps(model: str, rows: str, *options: str) -> list[str]:
+    folder = str(ROOT / "benchmarks/models" / model)
+    return script("step_times", "--model", folder, "--rows", rows, "--context", "512", *options)
 
 
 QUICK = "main,1x512,8x512,64x512,256x512,prefill 64x1024"
@@ -51,6 +56,9 @@ JOBS: dict[str, list[str]] = {
     "figures speculation": ["-m", "nanovllm", "bench", "speculation", "--output-len", "512", "--max-model-len", "1024"],
     "figures 8b fp8": figures("qwen3-8b", "main,1x256,64x512", *FP8, "--repeat", "1"),
     "figures 8b awq": figures("qwen3-8b-awq", "main,1x256,64x512", "--repeat", "1"),
+    "steps 8b awq": steps("qwen3-8b-awq", "4,8,16,32,64,128,256", "--whole"),
+    "steps 8b fp8": steps("qwen3-8b", "4,8,16,32,64", "--whole", "--set", "fp8.FEW_ROWS=64", "--", *FP8),
+    "steps 8b fp8, inputs in 8 bits": steps("qwen3-8b", "4,8,16,32,64", "--set", "fp8.FEW_ROWS=2", "--", *FP8),
     "times of experts": script("check_experts", "--parts", "kernels"),
     "moe": script("check_moe", "--quick"),
     "gaps": script("check_gaps"),

@@ -3,6 +3,10 @@ less. A kernel that is fast by itself may be slow in a step, where others run be
 
     python tests/gpu/step_times.py --model benchmarks/models/qwen3-0.6b --rows 1,8,64,256 --context 768 --parts
     python tests/gpu/step_times.py --model benchmarks/models/qwen3-8b --rows 128 --context 99..999 -- --quantization fp8
+    python tests/gpu/step_times.py --model benchmarks/models/qwen3-8b --rows 8,32,64 --set fp8.FEW_ROWS=2 -- --quantization fp8
+
+--whole: the same steps without products that the next kernel adds up (`Ops.faster`). --set: another value of a number
+in ops/triton. Both are for comparing what a rule chooses with what it does not.
 
 Made-up weights. A range of contexts draws a length for each row, longest first, as the runner sorts them. What follows
 `--` are options of the engine (`nanovllm generate --help`). Prints a table, writes JSON to --out.
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import random
 import sys
@@ -169,18 +174,30 @@ def main() -> int:
     parser.add_argument("--rows", default="1,8,64,256")
     parser.add_argument("--context", default="768", help="tokens of a row: a number, or a range such as 300..1250")
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="FILE.NAME=NUMBER")
     parser.add_argument("--out", type=Path)
     parser.add_argument("options", nargs="*", metavar="--option value", help="of the engine, behind --")
     args = parser.parse_args()
     names = [name.removeprefix("--").replace("-", "_") for name in args.options[::2]]
     options = dict(zip(names, args.options[1::2]))
+    for change in args.set:
+        place, _, number = change.partition("=")
+        file, _, name = place.partition(".")
+        module = importlib.import_module(f"nanovllm.ops.triton.{file}")
+        assert isinstance(getattr(module, name), int), change
+        setattr(module, name, int(number))
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "model": args.model, "context": args.context}
+    found["set"] = args.set
     lengths = Lengths.parse(args.context)
     with LLM(args.model, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, **options) as llm:
         lab = StepLab(llm.engine.executor.runner)  # type: ignore[attr-defined]
         for rows in map(int, args.rows.split(",")):
             lens = sorted((lengths.draw(random.Random(rows + i)) for i in range(rows)), reverse=True)
             times = lab.parts(lens) if args.parts else {"step": lab.microseconds(lens)}
+            if args.whole:
+                with lab._with_ops(faster=None):
+                    times["whole products"] = lab.microseconds(lens)
             found[f"{rows} rows"] = {name: round(value, 2) for name, value in times.items()}
             print(f"{rows:4d} rows  " + "  ".join(f"{name} {value:.2f}" for name, value in times.items()), flush=True)
     if args.out:

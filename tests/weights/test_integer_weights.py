@@ -17,9 +17,9 @@ from nanovllm.cli.plan import read_facts
 from nanovllm.config import EngineConfig
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
-from nanovllm.layers.integers import IntegerForm, IntegerWeight, check_products, expect_types
+from nanovllm.layers.integers import IntegerForm, IntegerWeight, expect_types
 from nanovllm.layers.packed import count_weights, formats_of
-from nanovllm.layers.parted import PartedLoading, parted_weights
+from nanovllm.layers.parted import PartedLoading, check_products, parted_weights
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family

@@ -15,7 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.hardware.parallel import Parallel, Shard
 from nanovllm.layers.build import Build
-from nanovllm.layers.parted import PartedLoading, parted_weights
+from nanovllm.layers.parted import PartedLoading, check_products, parted_weights
 from nanovllm.layers.scaled import ScaledWeight, Scales
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
@@ -140,6 +140,25 @@ def test_dummy_weights_are_quantised(tmp_path: Path) -> None:
     _, plain = write_folders(tmp_path, "Llama", SIZES, sample)
     model = model_of(plain, Scales(quantises=True), dummy=True)
     assert all(each.plain is None and each.q.float().abs().max() == 448 for each in parted_weights(model).values())
+
+
+@pytest.mark.parametrize("name", ["row", "block"])
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_wrong_product_expands_all(tmp_path: Path, name: str, fault: bool) -> None:
+    """Inputs in 8 bits are not a fault."""
+    sample, scales = FORMATS[name]
+    path = write_folders(tmp_path, "Llama", SIZES, sample)[0]
+    model, before = model_of(path, scales), model_of(path, scales)
+
+    def linear(x: torch.Tensor, weight: Any) -> torch.Tensor:
+        q, scale = fp8.quantise(x, 0)
+        return fp8.scaled_linear(fp8.expand(q, scale[:, 0], x.dtype), weight) * (1.2 if fault and len(x) == 40 else 1)
+
+    why = check_products(model, linear)
+    assert ("a product of 40 rows with FP8 is wrong by" in why) == fault == bool(why)
+    for found, expected in zip(parted_weights(model).values(), parted_weights(before).values()):
+        assert (found.plain is None) == (expected.plain is None and not fault)
+        assert torch.equal(numbers(found), numbers(expected))
 
 
 @pytest.mark.parametrize("name", FORMATS)
