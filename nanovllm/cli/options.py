@@ -190,6 +190,8 @@ def _one_of(names: tuple[str, ...]) -> str:
 
 
 def _engine_config(values: dict[str, Any]) -> EngineConfig:
+    if values.get("speculative_method") == "none":
+        values["speculative_method"] = None
     text = values.pop("speculative_config", None)
     if text is not None:
         try:
@@ -231,7 +233,7 @@ ENGINE = OptionGroup(
         "decode_steps": "Decode steps per launch while no request waits; same output for all.",
         "speculative_method": "Guess several tokens and verify them in one step, same output: ngram guesses what "
         f"followed the same tokens before, draft_model asks a smaller model, mtp the layer of DeepSeek-V3 for it. "
-        f"{_one_of(SPECULATIVE_METHODS)}",
+        f"{_one_of(('none', *SPECULATIVE_METHODS))}",
         "speculative_config": "The five options of speculation in vLLM's form, a JSON object: "
         """'{"method": "ngram", "num_speculative_tokens": 4}'.""",
         "speculative_model": "draft_model: a smaller model with the same vocabulary, as --model.",

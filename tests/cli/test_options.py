@@ -142,6 +142,7 @@ def test_speculation_as_vllm_writes_it(run: Run) -> None:
         speculative_method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=2
     )
     assert ENGINE.build({**values, "speculative_config": text}) == wanted
+    assert ENGINE.build({**values, "speculative_method": "none"}) == EngineConfig()
     for wrong, words in (("ngram", "no JSON"), ("[]", "must be a dictionary"), ('{"method": "eagle"}', "'eagle'")):
         result = run("generate", "Hi", "--speculative-config", wrong)
         assert result.code != 0
