@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,12 @@ from nanovllm.errors import ConfigError
 from nanovllm.hardware.host import is_in_memory
 
 logger = logging.getLogger("nanovllm")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, to be read or written."""
+    numbers: Any = tensor.view(torch.uint8).numpy()  # a buffer, which numpy's stubs do not say for every Python
+    return memoryview(numbers)
 
 
 class DiskMemory:
@@ -35,7 +42,7 @@ class DiskMemory:
         """The same numbers, in the file."""
         if tensor.numel() == 0:
             return tensor
-        raw = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        raw = bytes_of(tensor.contiguous().flatten())
         start = -(-self.num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self.num_bytes = start + len(raw)
         try:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nanovllm.errors import ModelError
+from nanovllm.hardware.disk_memory import bytes_of
 from nanovllm.hardware.parallel import Shard
 from nanovllm.lowrank.folder import REMAKE, open_svd_folder, read_svd_metadata, teacher_hash
 from nanovllm.lowrank.format import U_FILE, u_key, v_file, v_key
@@ -110,7 +111,7 @@ class SvdCheckpoint:
         elif cut is not None:
             spans, columns = [(row * columns + cut.start, cut.length) for row in range(rows)], cut.length
         raw = torch.empty(rows, columns, dtype=location.dtype)
-        view = memoryview(raw.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs, Python < 3.12
+        view = bytes_of(raw.flatten())
         try:
             with path.open("rb", buffering=0) as file:
                 self._check_same(path, os.fstat(file.fileno()))

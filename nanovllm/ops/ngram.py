@@ -38,4 +38,4 @@ def find(tokens: np.ndarray, shortest: int, longest: int, wanted: int) -> int:
         return size
     enough = last + wanted < size
     keys = (matches << 26) + np.where(enough, PLACES + last, PLACES - 1 - last)
-    return int(last[keys.argmax()]) + 1
+    return int(last[np.argmax(keys)]) + 1

@@ -146,7 +146,7 @@ class DecodeLoop:
         positions[:count] = [entry.start for entry in entries]
         tokens = np.full(size, -1, dtype=np.int32)
         tokens[:count] = self._batch.known_tokens(rows[:count], positions[:count])
-        changed = self._tables.take_changed(int(positions.max()) + num_steps)
+        changed = self._tables.take_changed(int(np.max(positions)) + num_steps)
         d_rows, d_tokens, d_positions, *d_changed = self._transfers.send([rows, tokens, positions, *changed])
         lanes = self._lanes.first(size)
         lanes.rows.copy_(d_rows)

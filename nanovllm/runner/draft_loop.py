@@ -173,7 +173,7 @@ class DraftLoop:
         ends = np.zeros(size, dtype=np.int64)
         ends[: len(plan.entries)] = [entry.start for entry in plan.entries]
         places, tokens = self._missing(plan.entries, found)
-        changed = self._tables.take_changed(int(ends.max()) + plan.num_steps * (1 + num))
+        changed = self._tables.take_changed(int(np.max(ends)) + plan.num_steps * (1 + num))
         sent = self.transfers.send([rows, ends, places, tokens, *changed])
         d_rows, d_ends, d_places, d_tokens, *d_changed = sent
         num_blocks = self._tables.store(*d_changed)

@@ -37,6 +37,7 @@ import torch
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.hardware.copies import CopyStream, Mark
 from nanovllm.hardware.device import Device
+from nanovllm.hardware.disk_memory import bytes_of
 from nanovllm.hardware.parallel import Shard
 from nanovllm.hardware.pinned import HostBlock, available_host_bytes
 from nanovllm.layers.integers import IntegerTarget
@@ -352,7 +353,7 @@ class ExpertStore:
             buffer.copy_(raw)
 
     def _read_stored(self, part: _Part, location: Location, start: int, raw: torch.Tensor) -> None:
-        view, size = memoryview(raw.view(torch.uint8).numpy()), location.dtype.itemsize  # type: ignore[arg-type]
+        view, size = bytes_of(raw), location.dtype.itemsize
         for first, count in part.spans(start, len(raw)):
             self._pread(location, location.offset + first * size, view[: count * size])
             view = view[count * size :]
