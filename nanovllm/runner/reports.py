@@ -68,6 +68,8 @@ class Wanted:
                 ]
         for place, lane in enumerate(self._wide):
             for step, token in enumerate(drawn[lane]):
+                if token < 0:  # the text had ended before this step
+                    break
                 found[lane][step] = token_logprobs(self._logits[step][place], token, self._num_tops[lane] or 0)
         return found
 
