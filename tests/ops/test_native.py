@@ -228,6 +228,21 @@ def test_every_file_compiles_for_other_processors(source: str, machine: str, tmp
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.parametrize("source", build.SOURCES)
+def test_no_name_is_one_of_the_c_library(source: str, tmp_path: Path) -> None:
+    """Headers have more names with newer standards, which newer compilers take by default: `fmul` was one of them."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no compiler")
+    for standard in ("gnu11", "gnu2x"):
+        flags = ["-D_GNU_SOURCE", *build.SOURCES[source], f"-std={standard}", "-fopenmp", "-march=native"]
+        path = Path(build.__file__).with_name(source)
+        done = subprocess.run(
+            [compiler, *flags, "-fsyntax-only", str(path)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
 def test_arguments_are_those_of_the_c_functions() -> None:
     """A wrong one would not be noticed by ctypes, and would read or write anywhere."""
     kinds = {ctypes.c_void_p: "*", ctypes.c_int64: "int64_t", ctypes.c_float: "float"}

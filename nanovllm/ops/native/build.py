@@ -21,9 +21,13 @@ import torch  # noqa: F401  (its OpenMP runtime must be loaded first: the librar
 
 from nanovllm.hardware.host import cache_folder, cpu_fact
 
-# Every product and sum of floats is rounded by itself, in the order in which it is written.
-EXACT_FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-FAST_FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
+# C11 by name: later standards, which newer compilers take by default, have more names in their headers.
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+EXACT_FLAGS = (
+    *FLAGS,
+    "-ffp-contract=off",
+)  # every product and sum of floats is rounded by itself, in the written order
+FAST_FLAGS = (*FLAGS, "-fno-signed-zeros", "-fassociative-math")
 HEADERS = ("exp.h", "half.h", "share.h")
 SOURCES = {"kernels.c": FAST_FLAGS, "linear.c": FAST_FLAGS, "quant.c": EXACT_FLAGS, "sampling.c": EXACT_FLAGS}
 SOURCES |= {"share.c": EXACT_FLAGS, "tape.c": EXACT_FLAGS}
@@ -98,5 +102,7 @@ def _compile(compiler: str, extra: tuple[str, ...]) -> Path:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if done.returncode:
-        raise OSError(f"{' '.join(command[:1])}: {done.stderr.strip()[-300:]}")
+        said = done.stderr.strip().splitlines()
+        errors = [line for line in said if "error" in line] or said[-3:]
+        raise OSError(f"{command[0]}: {' '.join(errors[:1] or ['it failed without a word'])[:300]}")
     return done.stdout

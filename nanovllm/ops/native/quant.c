@@ -104,9 +104,9 @@ INLINE __m128i eights(const void *p, int64_t gap) {
 }
 INLINE I iload8(const int8_t *p, int64_t gap) { return _mm512_cvtepi8_epi32(eights(p, gap)); }
 INLINE F fset(float value) { return _mm512_set1_ps(value); }
-INLINE F fadd(F a, F b) { return _mm512_add_ps(a, b); }
-INLINE F fsub(F a, F b) { return _mm512_sub_ps(a, b); }
-INLINE F fmul(F a, F b) { return _mm512_mul_ps(a, b); }
+INLINE F v_add(F a, F b) { return _mm512_add_ps(a, b); }
+INLINE F v_sub(F a, F b) { return _mm512_sub_ps(a, b); }
+INLINE F v_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 INLINE F fint(I a) { return _mm512_cvtepi32_ps(a); }
 INLINE F fhalf(const uint8_t *p, int64_t gap) {
     __m256i first = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p));
@@ -139,9 +139,9 @@ INLINE I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
 INLINE I imul(I a, I b) { return _mm256_mullo_epi32(a, b); }
 INLINE I iload8(const int8_t *p, int64_t gap) { (void)gap; return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 INLINE F fset(float value) { return _mm256_set1_ps(value); }
-INLINE F fadd(F a, F b) { return _mm256_add_ps(a, b); }
-INLINE F fsub(F a, F b) { return _mm256_sub_ps(a, b); }
-INLINE F fmul(F a, F b) { return _mm256_mul_ps(a, b); }
+INLINE F v_add(F a, F b) { return _mm256_add_ps(a, b); }
+INLINE F v_sub(F a, F b) { return _mm256_sub_ps(a, b); }
+INLINE F v_mul(F a, F b) { return _mm256_mul_ps(a, b); }
 INLINE F fint(I a) { return _mm256_cvtepi32_ps(a); }
 INLINE F fhalf(const uint8_t *p, int64_t gap) { (void)gap; return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 INLINE F fbyte(const uint8_t *p, int64_t gap) { (void)gap; return fint(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
@@ -199,9 +199,9 @@ INLINE I iload8(const int8_t *p, int64_t gap) {
     return (I){vmovl_s16(vget_low_s16(wide)), vmovl_s16(vget_high_s16(wide))};
 }
 INLINE F fset(float value) { return (F){vdupq_n_f32(value), vdupq_n_f32(value)}; }
-INLINE F fadd(F a, F b) { return (F){vaddq_f32(a.a, b.a), vaddq_f32(a.b, b.b)}; }
-INLINE F fsub(F a, F b) { return (F){vsubq_f32(a.a, b.a), vsubq_f32(a.b, b.b)}; }
-INLINE F fmul(F a, F b) { return (F){vmulq_f32(a.a, b.a), vmulq_f32(a.b, b.b)}; }
+INLINE F v_add(F a, F b) { return (F){vaddq_f32(a.a, b.a), vaddq_f32(a.b, b.b)}; }
+INLINE F v_sub(F a, F b) { return (F){vsubq_f32(a.a, b.a), vsubq_f32(a.b, b.b)}; }
+INLINE F v_mul(F a, F b) { return (F){vmulq_f32(a.a, b.a), vmulq_f32(a.b, b.b)}; }
 INLINE F fint(I a) { return (F){vcvtq_f32_s32(a.a), vcvtq_f32_s32(a.b)}; }
 INLINE F fhalf(const uint8_t *p, int64_t gap) {
     (void)gap;
@@ -250,9 +250,9 @@ INLINE I isub(I a, I b) { I out; EACH(LANES, a.v[i] - b.v[i]); }
 INLINE I imul(I a, I b) { I out; EACH(LANES, a.v[i] * b.v[i]); }
 INLINE I iload8(const int8_t *p, int64_t gap) { (void)gap; I out; EACH(LANES, p[i]); }
 INLINE F fset(float value) { F out; EACH(LANES, value); }
-INLINE F fadd(F a, F b) { F out; EACH(LANES, a.v[i] + b.v[i]); }
-INLINE F fsub(F a, F b) { F out; EACH(LANES, a.v[i] - b.v[i]); }
-INLINE F fmul(F a, F b) { F out; EACH(LANES, a.v[i] * b.v[i]); }
+INLINE F v_add(F a, F b) { F out; EACH(LANES, a.v[i] + b.v[i]); }
+INLINE F v_sub(F a, F b) { F out; EACH(LANES, a.v[i] - b.v[i]); }
+INLINE F v_mul(F a, F b) { F out; EACH(LANES, a.v[i] * b.v[i]); }
 INLINE F fint(I a) { F out; EACH(LANES, (float)a.v[i]); }
 INLINE F fhalf(const uint8_t *p, int64_t gap) { (void)gap; F out; EACH(LANES, half_to_float((uint16_t)(p[2 * i] | p[2 * i + 1] << 8))); }
 INLINE F fbyte(const uint8_t *p, int64_t gap) { (void)gap; F out; EACH(LANES, (float)p[i]); }
@@ -360,8 +360,8 @@ INLINE void panel(const int bits, const int scales, const int offset, const int 
             F scale = d, minimum = m;
             I left = iset(0), right = iset(0);
             if (scales == SUPER) {
-                scale = fmul(d, fbyte(header + 32 + 8 * i, gap));
-                minimum = fmul(m, fbyte(header + 96 + 8 * i, gap));
+                scale = v_mul(d, fbyte(header + 32 + 8 * i, gap));
+                minimum = v_mul(m, fbyte(header + 96 + 8 * i, gap));
             }
             if (scales == HALVES) {
                 left = iload8((const int8_t *)header + 16 + 16 * i, gap);
@@ -384,9 +384,9 @@ INLINE void panel(const int bits, const int scales, const int offset, const int 
                                      imul(right, isub(others[r], iset(offset * of[1]))));
                     else if (shift)
                         total = isub(total, iset(shift * (of[0] + of[1])));
-                    F sum = fadd(acc[first + r], fmul(fmul(scale, fset(x.scale[n + r])), fint(total)));
-                    if (scales == MINIMUM) sum = fadd(sum, fmul(minimum, fset(x.product[n + r])));
-                    if (scales == SUPER) sum = fsub(sum, fmul(minimum, fset(x.product[n + r])));
+                    F sum = v_add(acc[first + r], v_mul(v_mul(scale, fset(x.scale[n + r])), fint(total)));
+                    if (scales == MINIMUM) sum = v_add(sum, v_mul(minimum, fset(x.product[n + r])));
+                    if (scales == SUPER) sum = v_sub(sum, v_mul(minimum, fset(x.product[n + r])));
                     acc[first + r] = sum;
                 }
             }
