@@ -26,6 +26,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 BLOCK_CHARS = 128  # about 32 tokens of English; half a block of the KV cache on a GPU, whose first ones matter most
@@ -38,7 +39,7 @@ def prefix_keys(prompt: str | Sequence[int], salt: str = "") -> tuple[bytes, ...
     if isinstance(prompt, str):
         data, size = prompt.encode("utf-32-le", "surrogatepass"), 4 * BLOCK_CHARS
     else:
-        tokens = prompt[: MAX_BLOCKS * BLOCK_TOKENS]
+        tokens = islice(prompt, MAX_BLOCKS * BLOCK_TOKENS)
         data, size = b"".join(token.to_bytes(8, "little", signed=True) for token in tokens), 8 * BLOCK_TOKENS
     keys = []
     kind = b"text" if isinstance(prompt, str) else b"ids"

@@ -346,6 +346,7 @@ def _keep_to_loopback() -> None:
 
 def _deployment(config: EngineConfig, options: ServerOptions, num_replicas: int) -> Any:
     resources = _resources(config, num_replicas, ray.cluster_resources())
+    router_class: Any = ServeRouter  # Ray's types want a dictionary
     return serve.deployment(
         EngineReplica,
         num_replicas=num_replicas,
@@ -355,7 +356,7 @@ def _deployment(config: EngineConfig, options: ServerOptions, num_replicas: int)
         max_constructor_retry_count=1,
         health_check_period_s=1,
         graceful_shutdown_timeout_s=options.drain_timeout,
-        request_router_config=RequestRouterConfig(request_router_class=ServeRouter),  # type: ignore[arg-type]
+        request_router_config=RequestRouterConfig(request_router_class=router_class),
     )
 
 

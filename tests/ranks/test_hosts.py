@@ -3,6 +3,7 @@ rank in each. Skipped where namespaces are not allowed."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ def ip(*words: str) -> None:
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     """Names of two namespaces, joined by a pair of virtual interfaces."""
+    if shutil.which("ip") is None:
+        pytest.skip("no network namespaces here: there is no command ip (apt install iproute2)")
     tag = uuid.uuid4().hex[:6]
     names, cable = [f"nv{tag}a", f"nv{tag}b"], [f"nv{tag}x", f"nv{tag}y"]
     try:
