@@ -95,7 +95,7 @@ def test_a_file_gives_what_its_expanded_numbers_give(
     monkeypatch.setattr(build, "choose_ops", lambda *_: twin_ops())
     resident, _, _ = run(small)
     assert [answer[0] for answer in resident] == [answer[0] for answer in expected]
-    assert scores(resident) == pytest.approx(scores(expected), abs=1e-4)
+    assert scores(resident) == pytest.approx(scores(expected), abs=5e-4)
     num_experts = 12 if model == "mixtral" else 16
     for host in (num_experts, 5, 0):  # all in host memory, some, none
         with monkeypatch.context() as patch:
@@ -188,7 +188,7 @@ def test_on_a_cpu_and_with_none_they_are_expanded(folders: Folders) -> None:
     small, plain = folders("mixtral", "rows")
     for options in ({}, {"quantization": "none"}):
         found, _, _ = run(small, **options)
-        assert scores(found) == pytest.approx(scores(run(plain)[0]), abs=1e-4)
+        assert scores(found) == pytest.approx(scores(run(plain)[0]), abs=5e-4)
 
 
 def test_experts_that_the_file_has_in_16_bits_stay(
@@ -200,4 +200,4 @@ def test_experts_that_the_file_has_in_16_bits_stay(
     with caplog.at_level(logging.INFO, logger="nanovllm"), open_engine(small) as llm:
         assert not [m for m in llm.engine.executor.runner.model.modules() if isinstance(m, ScaledExperts)]
     assert "experts are expanded: the file does not have all of them" in caplog.text
-    assert scores(run(small)[0]) == pytest.approx(scores(run(plain)[0]), abs=1e-4)
+    assert scores(run(small)[0]) == pytest.approx(scores(run(plain)[0]), abs=5e-4)

@@ -220,7 +220,7 @@ def test_a_client_that_does_not_read() -> None:
                 time.sleep(SOON / 4)
         assert received > size
         until(lambda: not server.server_state.connections)
-        assert sorted(done) == ["/silent", "/slow"]
+        until(lambda: sorted(done) == ["/silent", "/slow"])  # a task ends a moment after its connection
 
 
 def test_options_of_the_socket() -> None:
