@@ -70,10 +70,12 @@ def measure_case(engine: LLMEngine, case: SpeculationCase, length: int, repeat: 
     """Without and with guesses in turn, after one of each to warm up; medians, also of the ratios of pairs."""
     drafts, none = engine.scheduler.drafts, Drafts(replace(engine.scheduler.limits, num_drafts=0))
     rates: dict[str, list[float]] = {"plain": [], "guessing": []}
-    before, same = engine.stats.num_drafted, []
-    accepted = engine.stats.num_accepted
+    before, accepted = 0, 0
+    same: list[bool] = []
     for turn in range(repeat + 1):
         workload = case.workload(engine, turn, length)
+        if turn == 1:
+            before, accepted, same = engine.stats.num_drafted, engine.stats.num_accepted, []
         runs = {}
         for kind, used in (("plain", none), ("guessing", drafts)):
             engine.scheduler.drafts = used

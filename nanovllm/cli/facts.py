@@ -159,9 +159,11 @@ def describe_packing(packing: str | None, scales: Scales | IntegerForm | None, c
     if scales is not None:
         stored = checkpoint.packed_forms() or checkpoint.quantised_types()
         return f"int{scales.bits}" if scales.quantises else ", ".join(sorted(set(stored.values())))
-    stored = {} if packing == "auto" else checkpoint.packed_forms()
-    types = ", ".join(sorted(set((stored or checkpoint.quantised_types()).values())))
-    return (types if packing == "auto" else packing) or (f"none ({types} is expanded)" if types else "none")
+    kinds = ", ".join(sorted(set(checkpoint.quantised_types().values())))
+    form = ", ".join(sorted(set(checkpoint.packed_forms().values()))) or kinds
+    if packing == "auto":
+        return kinds if form == kinds else f"{form}, in memory as {kinds}"
+    return packing or (f"none ({form} is expanded)" if form else "none")
 
 
 def expected_placement(config: EngineConfig, model: ModelConfig, device: Device, packs: bool) -> str | None:

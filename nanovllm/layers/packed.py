@@ -177,7 +177,7 @@ class Packing:
             logger.warning("quantization=%r quantises no matrix of this model: %s", self._wanted, why)
         elif self._stored:
             stored = ", ".join(sorted(set(self._stored.values())))
-            text = "quantization=%r rounds weights again that the file has in %s; 'auto' keeps them as they are"
+            text = "quantization=%r rounds weights again that the file has in %s; 'auto' rounds nothing"
             logger.warning(text, self._wanted, stored)
 
 

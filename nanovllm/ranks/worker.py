@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; only the parent acts on it
+    # A terminal sends Ctrl-C to all processes of a group, a service manager SIGTERM. The parent acts on it, perhaps not
+    # before running requests have ended, and this process ends with its socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     first = receive(connection)
     if first is None:

@@ -210,7 +210,7 @@ def report_stored(
     """What of a quantised file is not computed as it is stored."""
     forms = checkpoint.packed_forms() or checkpoint.quantised_types()
     if forms and isinstance(scales, IntegerForm) and scales.quantises:
-        text = "quantization='int%d' rounds weights again that the file has in %s; 'auto' keeps them as they are"
+        text = "quantization='int%d' rounds weights again that the file has in %s; 'auto' rounds nothing"
         logger.warning(text, scales.bits, ", ".join(sorted(set(forms.values()))))
     if scales is not None:
         forms = {name: kind for name, kind in checkpoint.quantised_types().items() if name in TABLES}

@@ -204,7 +204,8 @@ def allowed_words(rows: Sequence[tuple[Grammar, np.ndarray, int]], vocab: int) -
         words[:, -1] &= (1 << vocab % 32) - 1
     for i, matcher in enumerate(matchers):
         if matcher.is_error():  # out of fuel: end this text and not the step, which has rows of other requests
-            if not rows[i][2]:  # a guess may be an end token, and be followed by another guess
+            # Nothing is given up behind an end token (the steps of a plan go on), nor behind a guess, which may be one.
+            if not rows[i][2] and not np.isin(rows[i][1], grammar.eos_token_ids).any():
                 logger.warning("structured output given up: %.200s", str(matcher.get_error()).strip())
             words[i] = 0
     for i in np.flatnonzero(~words.any(1)).tolist():

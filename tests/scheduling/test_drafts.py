@@ -251,6 +251,15 @@ def test_a_single_slow_step_does_not_decide() -> None:
     assert play(lengths, 4, cost, all_right).count(4) >= 3
 
 
+def test_slow_steps_without_guesses_do_not_make_guesses_look_good() -> None:
+    """The first three were 15 % slower than later ones, a guess costs 5 %, and none is right."""
+    lengths, chosen = DraftLength(4), []
+    for step in range(600):
+        chosen.append(length := lengths.choose(1, MANY, RETRY, 1))
+        lengths.record(1, length, 1, 1, 1.0 + 0.05 * length if length or step > 20 else 1.15)
+    assert chosen[12:].count(0) >= 0.9 * len(chosen[12:])
+
+
 def test_a_try_that_was_held_up_does_not_end_tries() -> None:
     lengths = DraftLength(4)
     play(lengths, 100, cost, none_right)

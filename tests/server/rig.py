@@ -182,7 +182,7 @@ def command(model: Any, *options: str, files: int | None = None) -> Iterator[tup
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         with open(log.name, "wb") as written:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen([*words, *options], stderr=written, env=environment)
+            process = subprocess.Popen([*words, *options], stderr=written, env=environment, start_new_session=True)
         try:
             text = ""
             while " at http://127.0.0.1:" not in text:

@@ -384,14 +384,18 @@ def test_two_servers_in_one_process(llama: TinyModel) -> None:
             assert http.get("/v1/models").json()["data"][0]["id"] == "other"
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_what_runs_finish_then_exits_with_0(llama: TinyModel, sign: signal.Signals) -> None:
-    with command(llama.path, "--num-kvcache-blocks", "64") as (process, url):
+@pytest.mark.parametrize(("sign", "num_ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_lets_what_runs_finish_then_exits_with_0(
+    tiny: Callable[[str], TinyModel], sign: signal.Signals, num_ranks: int
+) -> None:
+    """To all processes of the group, as terminals and service managers send it."""
+    ranks = ("--tensor-parallel-size", str(num_ranks))
+    with command(tiny("qwen3-bias-tied").path, "--num-kvcache-blocks", "64", *ranks) as (process, url):
         lines: list[str] = []
         with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as answer:
             for line in answer.iter_lines():
                 if not lines:
-                    process.send_signal(sign)
+                    os.killpg(process.pid, sign)
                 lines += [line] if line else []
         assert lines[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in lines[-2]

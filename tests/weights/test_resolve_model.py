@@ -171,7 +171,8 @@ def test_offline_uses_no_network(cache):
 
 def test_cache_that_cannot_be_written(cache):
     cache.write_text("a file, not a folder")
-    with pytest.raises(ModelError, match="File exists"):
+    remedy = r"cannot be written: set NANOVLLM_CACHE to a folder that can\. Tried: .*File exists"
+    with pytest.raises(ModelError, match=remedy):
         resolve_model(None, pip=never, snapshot=FakeHub())
 
 
