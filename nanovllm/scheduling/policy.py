@@ -4,8 +4,7 @@
     sjf       shortest remaining prompt first; `max_wait_steps` bounds how long a sequence is passed over
     priority  smallest `priority` first, then first come
 
-A policy is two small functions. Both keys are compared as tuples and end in the arrival number, so order is total and
-runs are repeatable.
+A policy is two small functions. Both keys are tuples that end in the arrival number, so that every order is total.
 """
 
 from __future__ import annotations

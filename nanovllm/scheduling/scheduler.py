@@ -276,6 +276,7 @@ class Scheduler:
             seq.num_pending -= plan.num_steps
             seq.num_computed += len(result.token_ids[row]) - plan.num_steps  # right guesses were fed: K and V are there
             accepted = self._append(seq, result.token_ids[row])
+            assert accepted[-1:] != [-1], "the runner has ended a text that goes on"
             logprobs = result.logprobs[row][: len(accepted)] if result.logprobs else None
             progress.append(Progress(seq, accepted, logprobs, self.drafts.count(plan, result, row, len(accepted))))
             # Blocks filled by tokens that were unknown when the step was planned (none if it just ended). A step in
