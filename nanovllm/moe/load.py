@@ -51,8 +51,8 @@ class ExpertLoad:
         return self._window.sum(0)
 
     def add(self, choices: Sequence[torch.Tensor], num_rows: int, is_token: torch.Tensor | None = None) -> None:
-        """One step: `choices` by layer, of which the first `num_rows` are tokens and the rest padding. `is_token`, bool
-        [num_rows]: some of them are padding, too."""
+        """One step: `choices` by layer. What stands behind the first `num_rows` is padding; which of these are tokens
+        says `is_token`, bool [num_rows], and without it all are."""
         ids = torch.stack([chosen[:num_rows] for chosen in choices]).long()  # [layers, rows, top_k]
         ones = torch.ones_like(ids) if is_token is None else is_token[None, :, None].long().expand_as(ids)
         counts = torch.zeros_like(self._totals)

@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    # A terminal sends Ctrl-C to all processes of a group, a service manager SIGTERM. The parent acts on it, perhaps not
-    # before running requests have ended, and this process ends with its socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; only the parent acts on it
     connection = socket.socket(fileno=int(sys.argv[1]))
     first = receive(connection)
     if first is None:
@@ -76,6 +73,9 @@ def serve(connection: socket.socket, options: dict[str, Any]) -> None:
     parallel = connect(store, rank, size, device.torch_device, STARTUP_SECONDS, background=config["enable_eplb"])
     follower = Follower(open_executor(config, options["limits"], device, parallel), config)
     limit_waiting(parallel, config["worker_timeout"])
+    # A service manager sends SIGTERM to all processes, too, and a server ends when running requests have. From now on
+    # this process ends with its socket, for which it waits below; before, a collective may wait for minutes.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     send(connection, b"R")
     while (message := receive(connection)) is not None:
         if message[0] == b"P":

@@ -194,7 +194,7 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None], draft: Tra
         disk = DiskMemory(cache_folder()) if placement == "disk" else None
         _load(blueprint, model, offload, packing, disk, scales)
         wait_for_kernels()
-    if scales is not None and (why := check_products(model, ops.linear)):
+    if scales is not None and (why := check_products(model, ops.linear, ops.linear_parts)):
         logger.warning("%s: all matrices are expanded to %s", why, str(dtype).removeprefix("torch."))
     return model
 

@@ -265,8 +265,8 @@ class Visit:
         steps = itertools.count()
 
         def after_step(out: StepOutput) -> None:
-            drawn = lanes.out[:count, next(steps)]
-            self._runner.count(out, count, lambda: drawn >= 0)  # not of a text that had ended
+            step = next(steps)
+            self._runner.count(out, count, lambda: lanes.out[:count, step] >= 0)  # not of a text that had ended
             if self._reports.after_step is not None:
                 self._reports.after_step(out)
 

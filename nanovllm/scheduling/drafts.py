@@ -39,8 +39,8 @@ MAX_STEPS = 64  # of a plan (EngineConfig.decode_steps is bounded by it)
 MAX_SEQS = 16  # of a plan with guesses: with more a machine is busy, and a row that is dropped costs what a row costs
 MAX_ROWS = 64  # of a step with guesses: beyond, products take longer with every row
 TRIALS = 3  # plans of each number before numbers are compared
-TRY_STEPS = 8  # of a try, in one plan or in several
-SAVED, LEAST_PRICE = 0.03, 2.0  # of the time; steps that a try costs at least
+TRY_STEPS = 8  # of a try, in one plan or in several; twice as many of a try without guesses, which begins late
+SAVED, LEAST_PRICE = 0.03, 2.0  # of the time; steps that are added to what a try costs
 YOUNG = 32  # tokens of a sequence that begins
 RETRY = 512  # steps after which another number is tried while guesses pay
 MOST_SAVING = 2048  # steps that save for one try, however long it took: it may have waited for something else
@@ -79,7 +79,8 @@ class _Size:
         self.tried, self.num_left = 0, 0  # the length of the newest try, and how many of its steps are left
         self.num_tries, self.num_since = 0, 0  # steps since the newest
         self.savings, self._price = 0.0, 0.0  # seconds; the latter: what the newest try has cost so far
-        self.is_priced = False  # it is not over
+        self.is_priced = False  # it has guessed, and is not over
+        self.guessed = False  # the newest plan
 
     def unknown(self, most: int) -> int | None:
         return next((n for n, times in self.times.items() if n <= most and len(times) < TRIALS), None)
@@ -90,8 +91,8 @@ class _Size:
         return min(max(self._price, LEAST_PRICE * step), MOST_SAVING * SAVED * step)
 
     def begin_try(self, length: int) -> None:
-        self.tried, self.num_left, self.num_since = length, TRY_STEPS, 0
-        self._price, self.is_priced = LEAST_PRICE * _typical(self.times[0]), True
+        self.tried, self.num_left, self.num_since = length, TRY_STEPS if length else 2 * TRY_STEPS, 0
+        self._price, self.is_priced = LEAST_PRICE * _typical(self.times[0]), length > 0
         self.savings -= 0.0 if self.best else self._price
         self.num_tries += 1
 
@@ -167,11 +168,11 @@ class DraftLength:
     def record(self, num_seqs: int, length: int, num_steps: int, num_tokens: int, seconds: float) -> None:
         """A plan of decodes ended: so many steps, tokens of all sequences together, seconds."""
         size, written = self._size(num_seqs), num_tokens / num_seqs
-        is_behind_try = size.is_priced and not length  # it may have begun late
         if size.times[0]:
             size.pay(length, written, seconds)
-        if not is_behind_try:
+        if length or not size.guessed:  # right behind guesses a plan begins late
             size.times[length].append(seconds / num_steps)
+        size.guessed = length > 0
         if length:
             weight = 1.0 if size.share is None else 1 - (1 - NEWEST) ** num_steps
             size.share = (1 - weight) * (size.share or 0.0) + weight * share_of(written / num_steps, length)

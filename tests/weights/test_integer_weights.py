@@ -352,7 +352,7 @@ def test_what_is_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert quantised_products(True, PLAIN) == "no: they need triton"
 
 
-@pytest.mark.parametrize("fault", ["none", "one output", "not a number", "does not run"])
+@pytest.mark.parametrize("fault", ["none", "one output", "not a number", "does not run", "a part"])
 def test_a_wrong_product_expands_all(tmp_path: Path, fault: str) -> None:
     """On a card that the kernels do not suit: the answer stays right, and why is said."""
     path = write_folders(tmp_path, "Llama", SIZES, FORMATS["awq"][0])[0]
@@ -368,8 +368,13 @@ def test_a_wrong_product_expands_all(tmp_path: Path, fault: str) -> None:
             raise RuntimeError("no kernel image is available")
         return out
 
-    why = check_products(model, linear)
+    def parts(x: torch.Tensor, weight: Any) -> torch.Tensor:
+        whole = integers.integer_linear(x, weight)
+        return torch.stack((whole, whole * (fault == "a part")))
+
+    why = check_products(model, linear, parts)
     said = {"one output": "8 rows with int4", "not a number": "wrong by nan", "does not run": "no kernel image"}
+    said["a part"] = "wrong by 100.0 %"
     assert said.get(fault, "") in why
     assert bool(why) == (fault != "none")
     for found, expected in zip(parted_weights(model).values(), parted_weights(before).values()):

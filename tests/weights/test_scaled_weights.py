@@ -145,14 +145,15 @@ def test_dummy_weights_are_quantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["row", "block"])
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_wrong_product_expands_all(tmp_path: Path, name: str, fault: bool) -> None:
-    """Inputs in 8 bits are not a fault."""
+    """Inputs of many rows in 8 bits are not a fault."""
     sample, scales = FORMATS[name]
     path = write_folders(tmp_path, "Llama", SIZES, sample)[0]
     model, before = model_of(path, scales), model_of(path, scales)
 
     def linear(x: torch.Tensor, weight: Any) -> torch.Tensor:
         q, scale = fp8.quantise(x, 0)
-        return fp8.scaled_linear(fp8.expand(q, scale[:, 0], x.dtype), weight) * (1.2 if fault and len(x) == 40 else 1)
+        rounded = fp8.expand(q, scale[:, 0], x.dtype) if len(x) > 32 else x
+        return fp8.scaled_linear(rounded, weight) * (1.2 if fault and len(x) == 40 else 1)
 
     why = check_products(model, linear)
     assert ("a product of 40 rows with FP8 is wrong by" in why) == fault == bool(why)

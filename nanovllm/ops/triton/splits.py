@@ -55,7 +55,7 @@ def empty_parts(splits: int, out_size: int, x: torch.Tensor) -> torch.Tensor:
 
 def choose_splits(tiles: int, steps: int, num_multiprocessors: int) -> int:
     """Three programs for each multiprocessor where there are fewer tiles, but at least 4 steps a program: a split costs
-    4 bytes an output to write and to read. A power of two, so that neighbouring numbers of rows add in the same
+    4 bytes an output to write and to read. A power of two, so that most neighbouring numbers of rows add in the same
     order."""
     most = min(3 * num_multiprocessors // tiles, steps // 4, MOST_SPLITS)
     return 1 << (most.bit_length() - 1) if most > 0 else 1
