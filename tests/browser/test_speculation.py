@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from tests.browser.watched import Watched, control
+from tests.drafting import always
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 
@@ -26,6 +27,7 @@ def test_right_guesses_are_shown(open_page: Callable[..., Watched], llama: TinyM
         page.watch_engine()
         plot = page.page.locator("[data-plot=drafts]")
         assert not plot.is_visible()
+        always(server, 4, 2, 0)
         assert server.post("/v1/completions", WORK).status_code == 200
         page.until(plot.is_visible)
         stats = server.engine.stats
@@ -41,6 +43,7 @@ def test_block_tables_follow(open_page: Callable[..., Watched], llama: TinyModel
         page = open_page(server.url)
         page.watch_engine()
         control(server, "pause")
+        always(server, 4, 2, 0)
         bodies = [{**WORK, "seed": seed} for seed in range(2)]
         threads = [threading.Thread(target=server.post, args=("/v1/completions", body)) for body in bodies]
         for thread in threads:

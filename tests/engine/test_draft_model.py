@@ -7,12 +7,13 @@ and one that is not shows that K or V of the draft model were missing or wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
+from tests.drafting import always
 from tests.engine.test_speculation import REQUESTS, answers, near, params_of
 from tests.tiny_models import TinyModel
 
@@ -21,21 +22,6 @@ MakeLLM = Callable[..., LLM]
 
 def drafted_by(model: TinyModel, most: int = 3) -> dict[str, Any]:
     return {"speculative_config": {"model": str(model.path), "num_speculative_tokens": most}}
-
-
-def always(llm: LLM, *lengths: int) -> None:
-    """Plans guess as many tokens as these say, over and over, whatever was measured, if there is room."""
-    turn, drafts = 0, cast(Any, llm.engine.scheduler.drafts)
-
-    def advance(_: int, most: int, *__: Any) -> int:
-        nonlocal turn
-        turn += 1
-        return min(lengths[(turn - 1) % len(lengths)], most)
-
-    for length in (drafts.length, drafts.length_with_grammar):
-        length.choose = length.skip = advance
-        length.next = lambda _, most, *__: (min(lengths[turn % len(lengths)], most), False)
-        length.record = lambda *_: None
 
 
 def counts(llm: LLM) -> tuple[int, int]:

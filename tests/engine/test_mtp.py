@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError, ModelError
-from tests.engine.test_draft_model import always, counts, right
+from tests.drafting import always
+from tests.engine.test_draft_model import counts, right
 from tests.engine.test_speculation import REQUESTS, answers, near, params_of
 from tests.mtp_models import MtpReference, add_knowing_layer, add_mtp_layer
 from tests.tiny_models import TinyModel, edit_config

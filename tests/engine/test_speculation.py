@@ -16,6 +16,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.runner.drafter import TokenDrafter
+from tests.drafting import always
 from tests.tiny_models import EOS, TinyModel
 
 MakeLLM = Callable[..., LLM]
@@ -163,6 +164,7 @@ def test_several_ranks_guess_alike(make_llm: MakeLLM, tiny: Callable[[str], Tiny
     wanted = answers(make_llm(model.path), model.prompts[:3], params)
     lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
     llm = make_llm(model.path, tensor_parallel_size=2, speculative_config=lookup)
+    always(llm, 3, 2, 0)
     near(answers(llm, model.prompts[:3], params), wanted)
     assert 0 < llm.engine.stats.num_accepted < llm.engine.stats.num_drafted
 

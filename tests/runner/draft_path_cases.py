@@ -12,7 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.ops.opset import triton_ops
 from nanovllm.runner import build, captured_steps
 from nanovllm.runner.model_runner import ModelRunner, try_largest_step
-from tests.engine.test_draft_model import always
+from tests.drafting import always
 from tests.mtp_models import MtpReference, add_knowing_layer, add_mtp_layer
 from tests.runner.device_path_cases import OPTIONS, logprobs, on_device, tokens
 from tests.tiny_models import TinyModel

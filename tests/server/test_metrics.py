@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm.server import service
+from tests.drafting import always
 from tests.server.rig import Running, running, until
 from tests.tiny_models import TinyModel
 
@@ -59,6 +60,7 @@ def test_guesses_are_counted_where_there_are_any(fresh: Running, llama: TinyMode
     assert not any("spec_decode" in name for name in read(fresh))
     options = {"speculative_method": "ngram", "prompt_lookup_min": 1}
     with running(llama.path, options) as server:
+        always(server, 4, 2, 0)
         body = {"prompt": [31, 32] * 9, "max_tokens": 40, "ignore_eos": True, "allowed_token_ids": [31, 32], "seed": 1}
         assert server.post("/v1/completions", body).status_code == 200
         found, stats = read(server), server.engine.stats
