@@ -124,7 +124,7 @@ class RoundedModel:
     def _hold_keys(self, *inputs: Any) -> torch.Tensor:
         queries, (keys, values) = hold_keys(*inputs), inputs[5:7]
         if self._form.cache is not None:
-            keys.tensor, values.tensor = self._form.cache(keys.tensor), self._form.cache(values.tensor)
+            keys.tensor, values.tensor = self._form.cache(keys.tensor, values.tensor)
         return queries
 
 

@@ -2,7 +2,7 @@
 
     rounded, bits = FORMATS["Q4_K"].weight(matrix)      # float32 [outputs, inputs] -> the same shape, bits stored
     x = FORMATS["fp8-row"].inputs(x)                    # inputs of a product, for "fp8-row+inputs"
-    k = FORMATS["kv-int8"].cache(k)                     # keys and values
+    k, v = FORMATS["kv-int8"].cache(k, v)               # keys and values
 
 Every weight is rounded to the nearest number of its format, without calibration: what AWQ or GPTQ gain by looking at
 inputs, and llama.cpp by searching better scales, is not in it. Such files are better than these figures.
@@ -20,13 +20,14 @@ import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.ops import fp8, quant
-from nanovllm.ops.kv_cache import expand_kv, round_kv
+from nanovllm.ops.kv_cache import expand_kv, measure_scales, round_kv
 from nanovllm.weights.four_bits import MIDDLE, Grouped
 from nanovllm.weights.gguf_quants import TENSOR_TYPES
 
 Rounded = tuple[torch.Tensor, int]  # the weight as the format holds it, and how many bits that takes
 RoundWeight = Callable[[torch.Tensor], Rounded]
 RoundNumbers = Callable[[torch.Tensor], torch.Tensor]
+RoundCache = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 SUPER_BLOCK = 256
@@ -40,7 +41,7 @@ class TriedFormat:
 
     weight: RoundWeight | None = None
     inputs: RoundNumbers | None = None
-    cache: RoundNumbers | None = None
+    cache: RoundCache | None = None
 
 
 # ---- 8-bit floats --------------------------------------------------------------------------------------------------
@@ -152,8 +153,10 @@ ROUNDINGS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, list[torch.Ten
 # ---- the KV cache --------------------------------------------------------------------------------------------------
 
 
-def kv_cache(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    return expand_kv(round_kv(x, dtype), x.dtype)
+def kv_cache(dtype: torch.dtype, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """8-bit floats (uint8) have the scales that the engine would measure if these tokens were its first."""
+    scales = measure_scales(k, v) if dtype == torch.uint8 else torch.ones(2)
+    return tuple(expand_kv(round_kv(x / scale, dtype), x.dtype) * scale for x, scale in zip((k, v), scales))
 
 
 # ---- by name -------------------------------------------------------------------------------------------------------
@@ -169,6 +172,7 @@ FORMATS = {
     **{name: TriedFormat(partial(gguf, name)) for name in ("Q8_0", "Q6_K", "Q5_0", "Q4_1", "Q4_K", "Q4_0")},
     "kv-float16": TriedFormat(cache=partial(kv_cache, torch.float16)),
     "kv-int8": TriedFormat(cache=partial(kv_cache, torch.int8)),
+    "kv-fp8": TriedFormat(cache=partial(kv_cache, torch.uint8)),
 }
 NAMES = [name + more for name, form in FORMATS.items() for more in ("", INPUTS) if form.inputs or not more]
 

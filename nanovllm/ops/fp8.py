@@ -10,6 +10,7 @@ that of experts (`ops/moe.py`), however many rows there are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 BLOCK = 128
+EXPANDED_ROWS = 8 * BLOCK  # of an expert, at once
 TINY = 1e-12  # a row of zeros has this for its largest number: no division by zero
 
 
@@ -56,8 +58,15 @@ class ScaledStack:
 
     def expanded(self, buffer: int, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns]"""
-        parts = zip(self.q[buffer].chunk(self.num_parts), self.scale[buffer].chunk(self.num_parts))
-        return torch.cat([expand(q, scale, dtype) for q, scale in parts])
+        return torch.cat(list(self.pieces(buffer, dtype)))
+
+    def pieces(self, buffer: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The same, some rows after the other: expanding takes several copies in float32."""
+        unit = self.block or 1
+        for q, scale in zip(self.q[buffer].chunk(self.num_parts), self.scale[buffer].chunk(self.num_parts)):
+            for first in range(0, len(q), EXPANDED_ROWS):
+                last = first + EXPANDED_ROWS
+                yield expand(q[first:last], scale[first // unit : last // unit], dtype)
 
 
 def scaled_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:

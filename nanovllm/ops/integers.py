@@ -24,6 +24,7 @@ is no multiple of a block is filled up with zeros."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from nanovllm.ops.fp8 import EXPANDED_ROWS
 from nanovllm.ops.quant import PIECE_ROWS, round_eight_bits, round_four_bits
 
 BLOCK = 32  # inputs: a row has a multiple of them
@@ -117,8 +119,14 @@ class IntegerStack:
 
     def expanded(self, buffer: int, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns]"""
-        facts = {"bits": self.bits, "group": self.group, "shape": self.shape[1:], "order": self.order}
-        return expand(SimpleNamespace(words=self.words[buffer], factors=self.factors[buffer], **facts), dtype)
+        return torch.cat(list(self.pieces(buffer, dtype)))
+
+    def pieces(self, buffer: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The same, some rows after the other: expanding takes several copies in float32."""
+        pieces = zip(self.words[buffer].split(EXPANDED_ROWS), self.factors[buffer].split(EXPANDED_ROWS, dim=1))
+        for words, factors in pieces:
+            facts = {"bits": self.bits, "group": self.group, "shape": (len(words), self.columns), "order": self.order}
+            yield expand(SimpleNamespace(words=words, factors=factors, **facts), dtype)
 
 
 def expand(weight: Any, dtype: torch.dtype) -> torch.Tensor:

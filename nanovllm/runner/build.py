@@ -35,6 +35,7 @@ from nanovllm.lowrank.checkpoint import RULES as SVD_RULES
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
 from nanovllm.models.transformer import Parts, Transformer
+from nanovllm.moe.check import check_experts
 from nanovllm.moe.layer import MakeExperts, MoeLayer
 from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.offload.offload import Offload
@@ -196,6 +197,12 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None], draft: Tra
         wait_for_kernels()
     if scales is not None and (why := check_products(model, ops.linear, ops.linear_parts)):
         logger.warning("%s: all matrices are expanded to %s", why, str(dtype).removeprefix("torch."))
+    moe = blueprint.model_config.moe
+    if scales is not None and moe and (why := check_experts(model, moe.top_k, dtype, build.device, ops.expert_pairs)):
+        raise ConfigError(
+            f"quantization={blueprint.config.quantization!r}: on this device {why}; set quantization='none', which "
+            f"expands experts to 16 bits"
+        )
     return model
 
 

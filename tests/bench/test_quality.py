@@ -139,6 +139,8 @@ def test_the_unquantised_model_is_itself(rows: dict[str, dict[str, Any]]) -> Non
         ("fp8-row", "Q4_K"),
         ("kv-float16", "kv-int8"),
         ("kv-int8", "int4-32"),
+        ("kv-int8", "kv-fp8"),
+        ("kv-fp8", "int4-32"),
     ],
 )
 def test_more_bits_change_less(rows: dict[str, dict[str, Any]], better: str, worse: str) -> None:
