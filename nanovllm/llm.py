@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.inputs import Prompt, as_list
-from nanovllm.engine.interrupts import ctrl_c
+from nanovllm.engine.interrupts import CtrlC, ctrl_c
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import EngineDeadError, RequestError
 from nanovllm.outputs import RequestOutput
@@ -116,11 +116,11 @@ class LLM:
         params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         done: dict[str, RequestOutput] = {}
-        with self._driving():
+        with self._driving(), ctrl_c() as keys:
             self._abort_all()
             try:
-                self._add_all(prompts, params, priorities)
-                self._drive(self._ids, done, use_tqdm)
+                self._add_all(prompts, params, priorities, keys)
+                self._drive(self._ids, done, use_tqdm, keys)
             except EngineDeadError as error:
                 error.finished = {i: done[request_id] for i, request_id in enumerate(self._ids) if request_id in done}
                 raise
@@ -129,12 +129,13 @@ class LLM:
                 self._abort_all()
         return [done[request_id] for request_id in ids]
 
-    def _add_all(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]) -> None:
+    def _add_all(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int], keys: CtrlC) -> None:
         """Tokenising and checking 100,000 tokens takes a host 20 to 200 ms. So the device begins as soon as there is
         enough for a step of full size, which is then the same step as if all prompts had been here."""
         num_waiting = 0  # tokens
         for index, checked in enumerate(zip(prompts, params, priorities)):
             prompt, param, priority = checked
+            keys.check()
             self._ids.append(f"llm-{self._count}")
             self._count += 1
             try:
@@ -144,8 +145,7 @@ class LLM:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             num_waiting += len(parsed.token_ids)
             if num_waiting >= self.engine.scheduler.limits.max_num_batched_tokens:
-                with ctrl_c():
-                    self.engine.begin()
+                self.engine.begin()
                 num_waiting = 0
 
     @contextlib.contextmanager
@@ -166,16 +166,15 @@ class LLM:
             self.engine.abort_request(self._ids[-1])
             self._ids.pop()
 
-    def _drive(self, ids: list[str], done: dict[str, RequestOutput], use_tqdm: bool) -> None:
+    def _drive(self, ids: list[str], done: dict[str, RequestOutput], use_tqdm: bool, keys: CtrlC) -> None:
         ours = set(ids)
         stats = self.engine.stats
         prompt_tokens, generated = stats.prompt_tokens, stats.generated_tokens
         shown = started = time.monotonic()
         progress = tqdm(total=len(ids), desc="generating", unit="req", disable=not use_tqdm, dynamic_ncols=True)
-        with progress as bar, ctrl_c() as keys:
+        with progress as bar:
             while len(done) < len(ids):
-                if keys.pressed:
-                    raise KeyboardInterrupt
+                keys.check()
                 if self._closing:
                     raise EngineDeadError("the engine was closed while this request ran")
                 if not self.engine.has_unfinished_requests():

@@ -18,11 +18,18 @@ class CtrlC:
             raise KeyboardInterrupt
         self.pressed = True
 
+    def check(self) -> None:
+        """Between two steps: the press is raised here, and the next one waits again."""
+        if self.pressed:
+            self.pressed = False
+            raise KeyboardInterrupt
+
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[CtrlC]:
-    """Inside this block Ctrl-C only sets `pressed`, which the caller checks between steps. An exception inside a step
-    would empty the prefix cache, and would end an engine of several ranks: the others would wait for this one for ever.
+    """Inside this block Ctrl-C only sets `pressed`, which the caller checks between steps. An exception inside a step,
+    or while a request is added or aborted, would empty the prefix cache, and would end an engine of several ranks: the
+    others would wait for this one for ever.
 
     A press that the caller has not seen, during the last step, is raised at the end of the block. One that it has
     dealt with it sets back to False.

@@ -32,7 +32,7 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
     thread = load(server, seed=1)
     page.until(lambda: page.page.locator("[data-queue=waiting] li").count() == 16)
     assert page.page.locator("[data-queue=running] li").count() == 0
-    assert page.find("feed").inner_text() == "paused"
+    page.until(lambda: page.find("feed").inner_text() == "paused")
     preempted = evicted = flagged = most_owners = 0
     for number in range(60):
         step = page.state()["step"]
@@ -59,7 +59,7 @@ def test_the_grid_shows_what_the_engine_holds(page: Watched, server: Running) ->
     page.until(lambda: agrees(page, server))
     assert page.state()["seqs"] == []
     assert page.state()["cached"]
-    assert page.find("feed").inner_text() == "live"
+    page.until(lambda: page.find("feed").inner_text() == "live")  # drawn with the next frame
     assert page.page.evaluate("nanovllm.engine.replay.resets") == 1, (
         "all of it was replayed, and no snapshot came again"
     )

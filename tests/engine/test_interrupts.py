@@ -214,6 +214,36 @@ def test_ctrl_c_waits_for_a_step_that_begins_before_all_prompts_are_read(make_ll
     assert llm.engine.scheduler.blocks.num_free == 128
 
 
+@pytest.mark.parametrize("name", ["add", "abort"])
+def test_ctrl_c_waits_while_requests_are_added_and_aborted(make_llm: MakeLLM, name: str) -> None:
+    llm = make_llm(num_kvcache_blocks=128)
+    warm: Any = {"prompt_token_ids": list(range(3, 60))}
+    llm.generate(warm, SHORT, use_tqdm=False)
+    scheduler, change, count = llm.engine.scheduler, getattr(llm.engine.scheduler, name), 0
+
+    def pressed(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 1:  # also while the requests of the first press are aborted
+            os.kill(os.getpid(), signal.SIGINT)
+        return change(*args)
+
+    setattr(scheduler, name, pressed)
+    step, before = llm.engine.step, signal.signal(signal.SIGINT, signal.default_int_handler)
+    if name == "abort":
+        llm.engine.step = lambda: (os.kill(os.getpid(), signal.SIGINT), step())[1]  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([{"prompt_token_ids": [first] * 20} for first in range(3, 9)], SHORT, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        setattr(scheduler, name, change)
+        llm.engine.step = step  # type: ignore[method-assign]
+    assert count == (1 if name == "add" else 6)
+    assert llm.generate(warm, SHORT, use_tqdm=False)[0].num_cached_tokens > 0
+    assert llm.engine.scheduler.blocks.num_free == 128
+
+
 def test_a_handler_of_the_callers_stays(llm: LLM, llama: TinyModel) -> None:
     """It may raise any exception at any place."""
 
