@@ -21,8 +21,9 @@ from nanovllm.hardware.parallel import Shard
 from nanovllm.weights.loader import LoadTarget, PackedTarget, matrix_targets
 
 TRIED_OUTPUTS = 256  # at both ends
-TRIED_ROWS = (1, 2, 8, 24, 40, 300)  # matrix-vector products, tensor cores with several tiles, and what many rows take
-MOST_ERROR, FEW_ROWS = 0.02, 32  # of the length of a product, which rounding to bfloat16 makes 0.003; x is not rounded
+# Matrix-vector products, tensor cores with all tiles, and what many rows take; some are no multiples of 4
+TRIED_ROWS = (1, 2, 8, 24, 41, 100, 160, 256, 301)
+MOST_ERROR = 0.02  # of the length of a product, which rounding to bfloat16 makes 0.003
 
 logger = logging.getLogger("nanovllm")
 
@@ -48,7 +49,6 @@ class PartedWeight(FewerBits):
 
     kind: ClassVar[str]  # by which operators choose their kernels
     target: ClassVar[type[PackedTarget]]  # how a part is read
-    rounds_many: ClassVar[float] = 0.0  # error that products of many rows may have because x is rounded, too
 
     def __init__(self, parts: dict[str, int], columns: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -164,11 +164,11 @@ def check_products(model: nn.Module, *products: Callable[..., torch.Tensor]) -> 
 
 
 def _wrong_product(weight: PartedWeight, rows: int, product: Callable[..., torch.Tensor]) -> str:
-    generator, device = torch.Generator().manual_seed(rows), next(weight.buffers()).device
+    device = next(weight.buffers()).device
     some = torch.arange(weight.shape[0], device=device)
     if len(some) > 2 * TRIED_OUTPUTS:  # a small card has no room for a large matrix in float32
         some = torch.cat((some[:TRIED_OUTPUTS], some[-TRIED_OUTPUTS:]))
-    x = torch.randn(rows, weight.shape[1], generator=generator).to(device, weight.dtype)
+    x = tried_inputs(rows, weight.shape[1]).to(device, weight.dtype)
     right = F.linear(x, weight.expanded(some)).float()
     try:
         found = product(x, weight)
@@ -176,8 +176,16 @@ def _wrong_product(weight: PartedWeight, rows: int, product: Callable[..., torch
         error = float((found - right).norm() / right.norm().clamp(min=1e-30))
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as failed:
+    except Exception as failed:  # Triton's own errors have no common class with PyTorch's
         return f"a product of {rows} rows with {weight.label} does not run: {str(failed)[:200]}"
-    if error <= max(MOST_ERROR, weight.rounds_many if rows > FEW_ROWS else 0.0):
+    if error <= MOST_ERROR:
         return ""
     return f"a product of {rows} rows with {weight.label} is wrong by {100 * error:.1f} %"  # or it is not a number
+
+
+def tried_inputs(rows: int, columns: int) -> torch.Tensor:
+    """Whole numbers from -7 to 7, float32. Products that round inputs to 8-bit floats lose nothing of these, as the
+    largest of each 128, 7, becomes 448: what differs is an error."""
+    x = torch.randint(-7, 8, (rows, columns), generator=torch.Generator().manual_seed(rows)).float()
+    x[:, ::128] = 7
+    return x

@@ -49,7 +49,6 @@ class ScaledWeight(PartedWeight):
     scale: torch.Tensor
     unit: torch.Tensor  # 1: for products whose scales are applied afterwards
     kind, target, label = "fp8", ScaledTarget, "FP8"
-    rounds_many = 0.08  # x in 8 bits makes 0.03
 
     def __init__(
         self, parts: dict[str, int], columns: int, scales: Scales, dtype: torch.dtype, device: torch.device

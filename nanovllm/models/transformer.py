@@ -91,7 +91,7 @@ class DecoderLayer(Layer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, step: Step, cache: KVCache
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if residual is None and self.fuses and self.ops.fuses_few(x, self.attention.qkv.weight):
+        if residual is None and self.fuses and self.ops.fuses_few(x, self.attention, self.mlp):
             return self.forward_few(x, rope, step, cache), None
         x, residual = self.attend(x, residual, rope, step, cache)
         return self.mlp(x), residual

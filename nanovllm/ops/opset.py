@@ -49,22 +49,44 @@ class Ops:
         found = None if self.faster is None else self.faster(x, weight, bias, True)
         return self.silu_mul(self.linear(x, weight, bias)) if found is None else found
 
-    def fuses_few(self, x: torch.Tensor, weight: Any) -> bool:
+    def normed_linear(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """As `linear`; where a layer of such weights computes norms inside its products, by such a one, and the norm is
+        undone."""
+        if not self._fuses(x, {kind_of(weight)}):
+            return self.linear(x, weight)
+        size = x.float().pow(2).mean(1, keepdim=True).sqrt()
+        return self.gemv(x, weight, None, norm=(x.new_ones(x.shape[1]), 0.0)) * size
+
+    @property
+    def products(self) -> tuple[Callable[..., torch.Tensor], ...]:
+        """The ways in which a weight may be multiplied: the check at the start tries all (layers/parted.py)."""
+        return self.linear, self.linear_parts, self.normed_linear
+
+    def fuses_few(self, x: torch.Tensor, attention: Any, mlp: Any) -> bool:
         """Whether four products with norm, gate and sums inside are fastest for a layer of these tokens [tokens,
         hidden]. Measured on an H200, the four of a layer at one row: 18.8 us fused against 20.7 apart at hidden 1024,
         but 111 against 101 at hidden 4096, where the matrix products take long enough to hide the norms (a whole step:
         4.33 ms against 4.06). Not so with integers, whose products are preceded by a launch that rounds x: it computes
-        the norm as well. `weight`: one of the layer's."""
+        the norm as well. A file may have fewer bits for some matrices of a layer only."""
+        if self.gemv is None:
+            return False
+        return self._fuses(x, {kind_of(part.weight) for part in (attention.qkv, attention.out, mlp.gate_up, mlp.down)})
+
+    def _fuses(self, x: torch.Tensor, kinds: set[str]) -> bool:
         rows, hidden = x.shape
         if self.gemv is None or x.dtype == torch.float32:
             return False
-        is_plain = isinstance(weight, torch.Tensor) or weight.plain is not None
         if rows > GEMV_ROWS:
-            return rows <= FUSED_ROWS and hidden <= FUSED_HIDDEN and is_plain and x.dtype == torch.bfloat16
-        return hidden <= FUSED_HIDDEN or (not is_plain and weight.kind == "integers")
+            return rows <= FUSED_ROWS and hidden <= FUSED_HIDDEN and kinds == {""} and x.dtype == torch.bfloat16
+        return hidden <= FUSED_HIDDEN or kinds == {"integers"}
 
     def rope_inputs(self, table: torch.Tensor, positions: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
         return (rotary.gather_angles(table, positions), None) if self.gathers_rope else (table, positions)
+
+
+def kind_of(weight: Any) -> str:
+    """Of a weight in fewer bits; empty: it is an ordinary one."""
+    return "" if isinstance(weight, torch.Tensor) or weight.plain is not None else weight.kind
 
 
 PLAIN = Ops(

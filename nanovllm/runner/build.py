@@ -195,7 +195,7 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None], draft: Tra
         disk = DiskMemory(cache_folder()) if placement == "disk" else None
         _load(blueprint, model, offload, packing, disk, scales)
         wait_for_kernels()
-    if scales is not None and (why := check_products(model, ops.linear, ops.linear_parts)):
+    if scales is not None and (why := check_products(model, *ops.products)):
         logger.warning("%s: all matrices are expanded to %s", why, str(dtype).removeprefix("torch."))
     moe = blueprint.model_config.moe
     if scales is not None and moe and (why := check_experts(model, moe.top_k, dtype, build.device, ops.expert_pairs)):

@@ -15,7 +15,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanovllm.layers.integers import IntegerForm, IntegerWeight
+from nanovllm.layers.parted import tried_inputs
+from nanovllm.layers.scaled import ScaledWeight, Scales
 from nanovllm.ops import activation, mla, norm, sampler_state
+from nanovllm.ops import fp8 as plain_fp8
 from nanovllm.ops import integers as plain_integers
 from nanovllm.ops.attention import paged_attention_reference
 from nanovllm.ops.opset import triton_ops
@@ -308,6 +311,44 @@ def check_integers() -> float:
     return max(errors)
 
 
+def float_weight(outputs, size, block=0):
+    """In 8-bit floats, with scales of rows or of blocks; weights of about size^-0.5."""
+    weight = ScaledWeight({"": outputs}, size, Scales(block), BF16, torch.device(DEVICE))
+    weight.q.copy_((torch.randn(outputs, size, device=DEVICE) * 100).clamp(-448, 448).to(plain_fp8.E4M3))
+    weight.scale.uniform_(0.5, 1.5).mul_(0.01 * size**-0.5)
+    return weight
+
+
+# The fourth is no multiple of a step of `weight_only_kernel`, the last two are not multiplied in 8 bits
+FLOATS = ((1024, 4096), (1536, 4096, 128), (512, 12288), (1024, 7392), (512, 384, 128), (1000, 1016))
+FLOAT_ROWS = (1, 2, 3, 4, 8, 9, 16, 17, 32, 33, 41, 64, 65, 100, 128, 129, 256, 301)
+
+
+def check_floats() -> float:
+    """Every way of multiplying, at every border of rows, with inputs of which rounding to 8 bits loses nothing; and
+    twice the same bits."""
+    errors, ops = [], triton_ops()
+    for form in FLOATS:
+        weight = float_weight(*form)
+        n, k = weight.shape
+        exact, bias, gain = weight.expanded().float(), rand(n), rand(k)
+        for rows in FLOAT_ROWS:
+            x = (tried_inputs(rows, k) / 16).to(DEVICE, BF16)
+            found = ops.linear(x, weight, bias)
+            errors.append(max_error(found, x.float() @ exact.T + bias.float(), BF16))
+            again = [ops.linear(x, weight, bias) for _ in range(20)]
+            assert all(torch.equal(other, found) for other in again), f"{form}, {rows} rows: two runs differ"
+            errors.append(_error_of_parts(x, weight, bias, exact))
+        for rows in (1, 2, 3, 8):
+            x, residual = rand(rows, k), rand(rows, n)
+            normed = norm.rms_norm(x.float(), gain.float(), 1e-6) @ exact.T
+            got = gemv.gemv(x, weight, norm=(gain, 1e-6), residual=residual)
+            errors.append(max_error(got, normed + residual.float(), BF16))
+            got = gemv.gemv(x, weight, norm=(gain, 1e-6), gated=True)
+            errors.append(max_error(got, activation.silu_mul(normed), BF16))
+    return max(errors)
+
+
 def _error_of_parts(x: torch.Tensor, weight: Any, bias: torch.Tensor, exact: torch.Tensor) -> float:
     """Products that the norm and SiLU behind them add up."""
     ops, expected, gain = triton_ops(), x.float() @ exact.T + bias.float(), rand(len(bias))
@@ -352,6 +393,7 @@ def check_jobs() -> list[tuple[str, Callable[[], float]]]:
         ("few rows", check_few_rows),
         ("matmul", check_matmul),
         ("integers", check_integers),
+        ("8-bit floats", check_floats),
         ("advance", check_advance),
         ("large cache", check_large_cache),
     ]

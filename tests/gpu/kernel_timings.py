@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kernel_checks import BF16, DEVICE, integer_weight, rand
+from kernel_checks import BF16, DEVICE, float_weight, integer_weight, rand
 
+from nanovllm.ops.opset import triton_ops
 from nanovllm.ops.triton import activation as t_activation
 from nanovllm.ops.triton import decode_attention as decode
 from nanovllm.ops.triton import gemv, integers, matmul, mla_decode, mla_prefill, qk_norm_rope
@@ -215,6 +216,25 @@ def integer_jobs() -> Builds:
     return jobs
 
 
+def time_floats(rows, n, k, block):
+    def build() -> Timed:
+        num_bytes = n * k + 4 * (n * k / block**2 if block else n)
+        weights = [float_weight(n, k, block) for _ in copies(num_bytes)]
+        x, linear = rand(rows, k), triton_ops().linear
+        return Timed([lambda w=w: linear(x, w) for w in weights], num_bytes=num_bytes)
+
+    return build
+
+
+def float_jobs() -> Builds:
+    return [
+        (f"fp8 {'blocks' if block else 'rows'} {name} m{rows}", time_floats(rows, *shape, block))
+        for name, shape in SHAPES_LARGE.items()
+        for block in (0, 128)
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
+    ]
+
+
 def time_sampling(rows, vocab=151936, **params):
     def build() -> Timed:
         num_bytes = rows * vocab * 2
@@ -289,6 +309,7 @@ def timing_jobs() -> Builds:
     jobs += linear_jobs()
     jobs += matmul_jobs()
     jobs += integer_jobs()
+    jobs += float_jobs()
     for rows in (1, 64, 256):
         jobs.append((f"sampling {rows} rows", time_sampling(rows)))
         jobs.append((f"sampling {rows} rows, top_k=20 top_p=0.95", time_sampling(rows, top_k=20, top_p=0.95)))

@@ -69,7 +69,7 @@ def faulty(fault: str, num_rows: int) -> Any:
     return pairs
 
 
-@pytest.mark.parametrize("num_rows", [1, 24, 300])
+@pytest.mark.parametrize("num_rows", [1, 24, 301])
 @pytest.mark.parametrize("fault", ["does not run", "another expert", "a few outputs", "not a number"])
 @pytest.mark.parametrize("name", ["FP8 in blocks", "int4-128"])
 def test_wrong_products_are_named(name: str, fault: str, num_rows: int) -> None:
@@ -98,8 +98,8 @@ def test_an_engine_with_wrong_experts_does_not_start(
     monkeypatch.setattr(build, "choose_packing", lambda *_: None)
     monkeypatch.setattr(build, "choose_ops", lambda *_: twin_ops())
     LLM(path, device="cpu", **options).close()
-    wrong = replace(twin_ops(), expert_pairs=faulty("a few outputs", 40))
+    wrong = replace(twin_ops(), expert_pairs=faulty("a few outputs", 41))
     monkeypatch.setattr(build, "choose_ops", lambda *_: wrong)
-    with pytest.raises(ConfigError, match=r"'auto': on this device a product of 40 rows is wrong by .* %") as raised:
+    with pytest.raises(ConfigError, match=r"'auto': on this device a product of 41 rows is wrong by .* %") as raised:
         LLM(path, device="cpu", **options)
     assert "with experts in int4-32; set quantization='none'" in str(raised.value)

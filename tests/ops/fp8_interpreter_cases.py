@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from nanovllm.layers.parted import tried_inputs
 from nanovllm.ops import fp8, linear, norm
 from nanovllm.ops.triton import fp8 as triton_fp8
 from nanovllm.ops.triton import gemv
@@ -28,6 +29,7 @@ class Scaled:
     scale: torch.Tensor
     block: int
     plain: None = None
+    unit: torch.Tensor | None = None
 
 
 def scaled_weight(rows, size, block):
@@ -71,6 +73,8 @@ def test_inputs_in_8_bit_floats(block):
     x = torch.randn(5, 384)
     x[1], x[2] = 0, x[2] * 1e4
     (q, scale), (expected, scales) = triton_fp8.quantise(x, block), fp8.quantise(x, block)
+    assert len(q) == len(scale) == (8 if block else 5)
+    q, scale = q[:5], scale[:5]
     torch.testing.assert_close(scale, scales, rtol=1e-6, atol=0)
     # The interpreter loses the carry where rounding reaches the next power of two; a card does not.
     carried = torch.frexp(expected.float().abs()).mantissa == 0.5
@@ -103,13 +107,69 @@ def test_weights_alone_in_8_bits(rows, outputs, size, block, splits):
         assert torch.equal(total.float(), found)
 
 
-@pytest.mark.parametrize(
-    ("rows", "size", "alone"), [(2, 128, False), (3, 128, True), (32, 128, True), (33, 128, False), (3, 96, False)]
-)
-def test_few_rows_keep_their_inputs(rows, size, alone):
-    """In 16 bits; with more rows they are rounded to 8 bits where a card multiplies these."""
-    assert triton_fp8.reads_weight_alone(torch.empty(rows, size).half(), scaled_weight(64, size, 0)) == alone
-    assert not triton_fp8.reads_weight_alone(torch.empty(rows, size), scaled_weight(64, size, 0))
+# A card, the scales' blocks, sizes and rows -> how they are multiplied
+WAYS = [
+    ((7, 5), 0, 128, (2, 3, 4, 33), ("gemv", "pieces", "gemv", "pieces")),
+    ((8, 6), 0, 128, (2, 3, 128, 129), ("gemv", "alone", "alone", "pieces")),
+    ((8, 6), 128, 512, (128, 129), ("alone", "pieces")),
+    ((8, 9), 0, 128, (3, 32, 33, 129), ("alone", "alone", "rescaled", "scaled")),
+    ((8, 9), 128, 512, (2, 3, 33, 128, 129), ("gemv", "alone", "alone", "alone", "pieces")),  # PyTorch has none
+    ((9, 0), 128, 512, (3, 32, 33, 129), ("alone", "alone", "scaled", "scaled")),
+    ((9, 0), 128, 384, (32, 33, 128, 129), ("alone", "alone", "alone", "pieces")),  # scales of 12 bytes in a row
+    ((9, 0), 0, 80, (2, 4, 8, 129), ("gemv", "gemv", "rescaled", "scaled")),  # no multiple of a step
+    ((9, 0), 0, 72, (8, 129), ("pieces", "pieces")),
+    ((12, 0), 128, 512, (3, 128, 129), ("alone", "alone", "pieces")),
+    ((12, 0), 0, 512, (33, 129), ("rescaled", "scaled")),
+]
+
+
+@pytest.mark.parametrize(("card", "block", "size", "rows", "ways"), WAYS)
+def test_products_by_card(card, block, size, rows, ways, monkeypatch):
+    monkeypatch.setattr(triton_fp8, "INTERPRETED", False)
+    monkeypatch.setattr(triton_fp8, "capability", lambda _: card)
+    monkeypatch.setattr(triton_fp8, "multiplies_blocks", lambda _: card[0] == 9)
+    taken = []
+    names = {"gemv": "gemv", "weight_only_linear": "alone", "linear_in_pieces": "pieces", "rescale": "rescaled"}
+    for name, way in names.items():
+        monkeypatch.setattr(triton_fp8, name, lambda *_, way=way: taken.append(way))
+    monkeypatch.setattr(triton_fp8, "quantise", lambda x, _: (x, torch.ones(len(x), 1)))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda q, *_, **__: q)
+    weight = scaled_weight(128, size, block)
+    for number, way in zip(rows, ways):
+        x = torch.zeros(number, size, dtype=torch.bfloat16)
+        triton_fp8.scaled_linear(x, weight)
+        assert (taken or ["scaled"]) == [way], number
+        assert triton_fp8.reads_weight_alone(x, weight) == (way == "alone")
+        taken.clear()
+        triton_fp8.scaled_linear(x.float(), weight)
+        assert taken == ["pieces"], "float32 is not rounded"
+        taken.clear()
+
+
+@pytest.mark.parametrize("rows", [33, 35, 36])
+def test_scales_of_blocks_begin_at_16_bytes(rows, monkeypatch):
+    """What PyTorch asks of a product with scales of blocks, and its numbers."""
+
+    def scaled_mm(q, weight, scale_a, scale_b, out_dtype):
+        (padded, size), outputs = q.shape, weight.shape[1]
+        assert padded % 4 == 0
+        assert (scale_a.shape, scale_a.stride()) == ((padded, size // 128), (1, padded))
+        assert (scale_b.shape, scale_b.stride()) == ((size // 128, outputs // 128), (1, size // 128))
+        x = q.float().unflatten(1, (-1, 128)) * scale_a[..., None]
+        return (x.flatten(1) @ fp8.expand(weight.t(), scale_b.t(), torch.float32).T).to(out_dtype)
+
+    monkeypatch.setattr(triton_fp8, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(triton_fp8, "multiplies_blocks", lambda _: True)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    weight, x = scaled_weight(256, 512, 128), tried_inputs(rows, 512).bfloat16()
+    found = triton_fp8.scaled_linear(x, weight)
+    expected = x.float() @ fp8.expand(weight.q, weight.scale, torch.float32).T
+    assert found.shape == expected.shape
+    assert ((found.float() - expected).norm() / expected.norm()).item() < 5e-3
+
+
+def test_without_a_card_pytorch_has_no_product_with_scales_of_blocks():
+    assert not triton_fp8.multiplies_blocks(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("outputs", "size", "block"), [(300, 96, 0), (520, 200, 128)])

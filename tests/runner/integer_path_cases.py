@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers import parted
 from nanovllm.ops import integers as plain_integers
 from nanovllm.ops.opset import PLAIN, triton_ops
 from nanovllm.ops.triton import integers, integers_matmul
@@ -40,6 +41,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     # A program takes as long here, however many outputs it has.
     monkeypatch.setattr(integers, "choose_block", lambda *_: (64, 64, 1))
     monkeypatch.setattr(integers_matmul, "choose_splits", lambda *_: 2)
+    monkeypatch.setattr(parted, "TRIED_ROWS", (1, 8, 301))  # at the start
     monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
     monkeypatch.setattr(build, "choose_packing", lambda *_: None)
     monkeypatch.setattr(build, "choose_scales", lambda config, model, files, *_: choose(config, model, files, True))

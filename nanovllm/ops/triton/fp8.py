@@ -2,11 +2,13 @@
 
     1 and 2       `gemv.py` reads the weight, converts it in registers, and multiplies in fp32: x stays in 16 bits
     3 to 32       the weight is converted in registers for the tensor cores of 16 bits (`weight_only_linear`), and x is
-                  not rounded; up to 128 rows on sm_80 to 88, which have no tensor cores for 8 bits
+                  not rounded; up to 128 rows where the next two lines do not hold: sm_80 to 88 have no tensor cores
+                  for 8 bits, and PyTorch has a product with scales of blocks on Hopper only
     to 128        x is quantised (one launch), then cuBLAS's product on the tensor cores, which knows one scale for a
                   whole matrix; so it gets 1, and the scales of tokens and outputs are applied afterwards (one launch)
     more          x is quantised, then a product that applies the scales itself (CUTLASS)
-    other cases   (Turing, more rows before sm_89, odd sizes) the weight is expanded piece by piece, then cuBLAS
+    other cases   (Turing, more rows before sm_89, scales of blocks but on Hopper, odd sizes, float32) the weight is
+                  expanded piece by piece, then cuBLAS
 
 Measured on an H200, Qwen3-8B, us: 16 bits; 8 bits with a scale a row (and a block); of these 2 quantise x:
 
@@ -25,6 +27,7 @@ rows (`matmul.py`), so 10 and 7 are expected.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ import triton.language as tl
 from nanovllm.ops.fp8 import BLOCK, E4M3, E4M3_MAX, TINY, expand
 from nanovllm.ops.linear import linear_in_pieces
 from nanovllm.ops.triton.common import (
+    INTERPRETED,
     capability,
     dependent_launch,
     dot,
@@ -114,17 +118,18 @@ def rescale(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, bias: to
 
 
 def quantise(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of a group of all rows lie next to each other, as the product wants them."""
+    """The scales of a group of all rows lie next to each other, as the product wants them; those of blocks at multiples
+    of 16 bytes, so there are up to three rows more, of which nothing is written."""
     rows, size = x.shape
     assert x.stride(1) == 1
-    tile = next_power_of_2(size)
+    tile, padded = next_power_of_2(size), triton.cdiv(rows, 4) * 4 if block else rows
     group = block or tile
-    q = torch.empty((rows, size), dtype=E4M3, device=x.device)
-    scale = torch.empty((triton.cdiv(size, group), rows), dtype=torch.float32, device=x.device)
+    q = torch.empty((padded, size), dtype=E4M3, device=x.device)
+    scale = torch.empty((triton.cdiv(size, group), padded), dtype=torch.float32, device=x.device)
     facts: dict[str, Any] = {"SIZE": size, "GROUPS": tile // group, "GROUP": group, "MOST": E4M3_MAX, "TINY": TINY}
     facts["DEPENDENT"] = facts["launch_pdl"] = dependent_launch(x.device)
     if rows:
-        quantise_kernel[(rows,)](x, q, scale, x.stride(0), rows, **facts, num_warps=min(8, max(1, tile // 512)))
+        quantise_kernel[(rows,)](x, q, scale, x.stride(0), padded, **facts, num_warps=min(8, max(1, tile // 512)))
     return q, scale.t()
 
 
@@ -235,12 +240,33 @@ def expanded_rows(weight: Any, dtype: torch.dtype, first: int, last: int) -> tor
     return expand(weight.q[first:last], scale, dtype)
 
 
+@cache
+def multiplies_blocks(device: torch.device) -> bool:
+    """Whether PyTorch has a product with scales of blocks there. From 2.9 to 2.13 only Hopper has, with CUDA 12.9 or
+    newer; so it is asked."""
+    q, scale_a = torch.zeros(BLOCK, 4 * BLOCK, device=device).to(E4M3), torch.ones(4, BLOCK, device=device).t()
+    scale_b = torch.ones(1, 4, device=device).t()
+    try:
+        torch._scaled_mm(q, q.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def rounds_inputs(x: torch.Tensor, weight: Any) -> bool:
+    """Whether these can be multiplied on tensor cores for 8-bit floats. Scales of blocks: a row of them must be a
+    multiple of 16 bytes."""
+    out_size, size = weight.q.shape
+    if x.dtype == torch.float32 or capability(x.device) < FP8_UNITS or size % 16 or out_size % 16:
+        return False
+    return not weight.block or (size % (4 * BLOCK) == 0 and multiplies_blocks(x.device))
+
+
 def reads_weight_alone(x: torch.Tensor, weight: Any) -> bool:
     """Whether a product with these rows is that of `weight_only_linear`."""
-    card, size = capability(x.device), weight.q.shape[1]
-    most = FEW_ROWS if card >= FP8_UNITS or x.device.type == "cpu" else WEIGHT_ONLY_ROWS
-    fits = x.dtype != torch.float32 and size % SHORT_STEP == 0 and (card >= TENSOR_CORES or x.device.type == "cpu")
-    return MAX_GEMV_ROWS < len(x) <= most and fits
+    most = FEW_ROWS if rounds_inputs(x, weight) else WEIGHT_ONLY_ROWS
+    fits = x.dtype != torch.float32 and weight.q.shape[1] % SHORT_STEP == 0
+    return MAX_GEMV_ROWS < len(x) <= most and fits and (INTERPRETED or capability(x.device) >= TENSOR_CORES)
 
 
 def linear_in_parts(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -255,14 +281,14 @@ def scaled_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
         return weight_only_linear(x, weight, bias)
     if x.dtype != torch.float32 and prefers_gemv(rows, out_size, size):
         return gemv(x, weight, bias)
-    if capability(x.device) < FP8_UNITS or size % 16 or out_size % 16 or (weight.block and size % BLOCK):
+    if not rounds_inputs(x, weight):
         return linear_in_pieces(x, weight.q.shape, lambda *some: expanded_rows(weight, x.dtype, *some), bias)
     q, scale = quantise(x, weight.block)
     if not weight.block and rows <= SEPARATE_ROWS and x.dtype == torch.bfloat16:
         raw = torch._scaled_mm(q, weight.q.t(), scale_a=weight.unit, scale_b=weight.unit, out_dtype=x.dtype)
         return rescale(raw, scale, weight.scale, bias)
     columns = weight.scale.t() if weight.block else weight.scale.view(1, -1)
-    out = torch._scaled_mm(q, weight.q.t(), scale_a=scale, scale_b=columns, out_dtype=torch.bfloat16).to(x.dtype)
+    out = torch._scaled_mm(q, weight.q.t(), scale_a=scale, scale_b=columns, out_dtype=torch.bfloat16)[:rows].to(x.dtype)
     return out if bias is None else out + bias
 
 
