@@ -88,17 +88,52 @@ SPECULATIVE_NAMES = {
 }
 
 
+# Others that vLLM has there, as VLLM_OPTIONS
+SPECULATIVE_OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("revision", ("main",), "download another revision and give its folder as model"),
+    ("quantization", (), "a draft model is computed as its file has it"),
+    ("max_model_len", (), "guesses are made up to the engine's own max_model_len"),
+    ("enforce_eager", (False,), "guesses are made inside the captured steps of the engine; set its own enforce_eager"),
+    ("disable_by_batch_size", (), "whether guesses pay is measured, and more than 16 sequences get none"),
+    ("parallel_drafting", (False,), "a draft model writes one token after another"),
+    ("disable_padded_drafter_batch", (True, False), ""),
+)
+
+
+def _take_vllm(options: dict[str, Any], table: tuple[tuple[str, tuple[Any, ...], str], ...]) -> None:
+    """Takes out what vLLM has and this engine does anyway; other values are refused."""
+    for name, harmless, why in table:
+        if (value := options.pop(name, None)) is not None and value not in harmless:
+            may = " or ".join(map(repr, harmless)) or "None"
+            raise ConfigError(f"{name}={value!r}: only {may} is possible; {why}")
+
+
 def _flat_speculation(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     """vLLM's speculative_config, a dictionary, as the options of this engine."""
-    if not isinstance(given, dict) or not given.keys() <= SPECULATIVE_NAMES.keys():
-        unknown = [name for name in given if name not in SPECULATIVE_NAMES] if isinstance(given, dict) else []
-        what = f"{unknown[0]!r} is unknown" if unknown else "must be a dictionary"
-        raise ConfigError(f"speculative_config={given!r}: {what}; possible: {', '.join(SPECULATIVE_NAMES)}")
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"speculative_config={given!r}: must be a dictionary; possible: {', '.join(SPECULATIVE_NAMES)}"
+        )
     given = {name: value for name, value in given.items() if value is not None}
-    if given.get("model") in ("ngram", "[ngram]"):  # older scripts name the method so
-        given = {"method": "ngram", **{name: value for name, value in given.items() if name != "model"}}
-    if given.get("method") == "deepseek_mtp":  # its name in older versions
-        given["method"] = "mtp"
+    ranks = options.get("tensor_parallel_size") or 1
+    draft_ranks = ("draft_tensor_parallel_size", (ranks,), "a draft model is cut over the ranks as the large one is")
+    try:
+        _take_vllm(given, (*SPECULATIVE_OPTIONS, draft_ranks))
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
+    if unknown := given.keys() - SPECULATIVE_NAMES.keys():
+        raise ConfigError(
+            f"speculative_config={given!r}: {min(map(str, unknown))!r} is unknown; possible: "
+            f"{', '.join(SPECULATIVE_NAMES)}"
+        )
+    lookup = ("ngram", "[ngram]", "ngram_gpu")
+    if given.get("model") in lookup and given.get("method", "ngram") in lookup:  # older scripts name the method so
+        given["method"] = given.pop("model")
+    aliases = {"[ngram]": "ngram", "ngram_gpu": "ngram", "deepseek_mtp": "mtp"}
+    if isinstance(method := given.get("method"), str):
+        given["method"] = aliases.get(method, method)
+    if given.get("method") == "mtp" and given.get("model") == options.get("model", EngineConfig.model):
+        del given["model"]  # vLLM's scripts may name the model itself
     if "method" not in given and "model" not in given:
         raise ConfigError(f"speculative_config={given!r}: has no method; possible: {', '.join(SPECULATIVE_METHODS)}")
     found = {SPECULATIVE_NAMES[name]: value for name, value in {"method": "draft_model", **given}.items()}
@@ -294,11 +329,6 @@ class EngineConfig:
                 f"enable_eplb=True: every rank has a share of each expert (expert_parallel_size={size}), so all have "
                 f"as much to do; leave it out, or set expert_parallel_size to spread whole experts"
             )
-        if self.enable_eplb and self.quantization in ("int8", "int4"):
-            raise ConfigError(
-                f"enable_eplb=True: experts move between ranks as numbers of dtype, not in "
-                f"quantization={self.quantization!r}; leave one of the two out"
-            )
         if count and not self.enable_eplb:
             raise ConfigError(f"num_redundant_experts={count}: nothing would use them; set enable_eplb=True too")
         if count % size:
@@ -312,10 +342,7 @@ class EngineConfig:
     def from_options(cls, **options: Any) -> EngineConfig:
         """None is the default, and vLLM's options are accepted where they mean what this engine does. An unknown option
         is an error with the nearest known name."""
-        for name, harmless, why in VLLM_OPTIONS:
-            if (value := options.pop(name, None)) is not None and value not in harmless:
-                may = " or ".join(map(repr, harmless)) or "None"
-                raise ConfigError(f"{name}={value!r}: only {may} is possible; {why}")
+        _take_vllm(options, VLLM_OPTIONS)
         if (size := options.pop("block_size", None)) is not None:
             if options.get("kvcache_block_size") not in (None, size):
                 raise ConfigError(f"block_size={size!r} is another name of kvcache_block_size, which differs: give one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,3 +232,22 @@ def test_balancing_in_the_words_of_vllm() -> None:
         EngineConfig.from_options(**ranks, eplb_config={"policy": "x"})
     with pytest.raises(ConfigError, match=r"num_redundant_experts=2 and eplb_config=.* differ: give one"):
         EngineConfig.from_options(**ranks, num_redundant_experts=2, eplb_config={"num_redundant_experts": 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"method": "ngram"}, {"speculative_method": "ngram"}),
+        ({"model": "[ngram]"}, {"speculative_method": "ngram"}),
+        ({"method": "ngram_gpu", "model": "ngram"}, {"speculative_method": "ngram"}),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2, "revision": "main"}, {"speculative_method": "ngram"}),
+        ({"method": "ngram", "quantization": None, "enforce_eager": False}, {"speculative_method": "ngram"}),
+        ({"method": "ngram", "depth": None}, {"speculative_method": "ngram"}),
+        ({"model": "m"}, {"speculative_method": "draft_model", "speculative_model": "m"}),
+        ({"method": "deepseek_mtp", "model": "big"}, {"speculative_method": "mtp"}),
+    ],
+)
+def test_speculation_in_the_names_of_vllm(given: dict[str, Any], found: dict[str, Any]) -> None:
+    """What scripts for vLLM often write out and this engine does anyway."""
+    config = EngineConfig.from_options(model="big", tensor_parallel_size=2, speculative_config=given)
+    assert config == EngineConfig(model="big", tensor_parallel_size=2, **found)

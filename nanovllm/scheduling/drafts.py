@@ -51,8 +51,12 @@ MOST_TIMES = 4.0  # of the median; slower steps have waited for something else, 
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
-    """In the order in which they are first tried."""
-    return tuple(sorted({0, -(-most // 2), most}, reverse=True))
+    """In the order in which they are first tried: each half of the one before, until one is small enough for as many
+    sequences as may guess."""
+    found = [most, -(-most // 2)]
+    while found[-1] > MAX_ROWS // MAX_SEQS - 1:
+        found.append(-(-found[-1] // 2))
+    return tuple(sorted({0, *found}, reverse=True))
 
 
 def tokens_of(share: float, length: int) -> float:

@@ -153,8 +153,25 @@ def test_a_grammar_masks_guesses(make_llm: MakeLLM, llama: TinyModel) -> None:
     prompts = [llama.prompts[0]] * 3
     wanted = answers(make_llm(), prompts, params)
     llm = knowing(make_llm(**NGRAM), wanted)
+    runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+    propose, add_draft, num_proposed, num_fed = runner.drafter.propose, runner.batch.add_draft, 0, 0
+
+    def counted(token_ids: np.ndarray, most: int) -> np.ndarray:
+        nonlocal num_proposed
+        num_proposed += len(found := propose(token_ids, most))
+        return found
+
+    def checked(seq_id: int, draft: np.ndarray) -> Any:
+        nonlocal num_fed
+        grammar = runner.batch.arrival(seq_id).params.structured_outputs
+        known = runner.batch.sampling_row(runner.batch._rows[seq_id]).output_ids.copy()
+        assert len(draft) == 0 or grammar.num_allowed(known, draft) == len(draft), "a forbidden guess is fed"
+        num_fed += len(draft)
+        return add_draft(seq_id, draft)
+
+    runner.drafter.propose, runner.batch.add_draft = counted, checked
     near(answers(llm, prompts, params), wanted)
-    assert llm.engine.stats.num_accepted > 0
+    assert num_proposed > num_fed >= llm.engine.stats.num_accepted > 0
 
 
 def test_several_ranks_guess_alike(make_llm: MakeLLM, tiny: Callable[[str], TinyModel]) -> None:
@@ -243,6 +260,14 @@ def test_eos_inside_guesses(make_llm: MakeLLM, llama: TinyModel) -> None:
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "lower the former"),
         ({"method": "ngram", "depth": 2}, "'depth' is unknown; possible: method"),
         ("ngram", "must be a dictionary"),
+        (
+            {"method": "ngram", "draft_tensor_parallel_size": 2},
+            "speculative_config: draft_tensor_parallel_size=2: only 1",
+        ),
+        ({"method": "ngram", "disable_by_batch_size": 4}, "whether guesses pay is measured"),
+        ({"method": "draft_model", "model": "ngram"}, "speculative_model='ngram'"),
+        ({"method": "mtp", "model": "ngram"}, "give both or neither"),
+        ({"method": ["ngram"]}, "one of ngram, draft_model, mtp"),
     ],
 )
 def test_bad_options_are_refused(make_llm: MakeLLM, given: Any, said: str) -> None:

@@ -41,6 +41,19 @@ def steps(model: str, rows: str, *options: str) -> list[str]:
     return script("step_times", "--model", folder, "--rows", rows, "--context", "512", *options)
 
 
+def speculation(*options: str) -> list[str]:
+    return ["-m", "nanovllm", "bench", "speculation", "--max-model-len", "1024", *options]
+
+
+def start(*options: str) -> list[str]:
+    model = str(ROOT / "benchmarks/models/qwen3-0.6b")
+    common = ["--model", model, "--load-format", "dummy", "--max-model-len", "4096"]
+    return ["-m", "nanovllm", "bench", "latency", *common, *options]
+
+
+EMPTY_CACHE = """import os, runpy, sys
+os.environ["TRITON_CACHE_DIR"] = sys.argv.pop(1)
+runpy.run_module("nanovllm", run_name="__main__")"""
 QUICK = "main,1x512,8x512,64x512,256x512,prefill 64x1024"
 FP8 = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
 JOBS: dict[str, list[str]] = {
@@ -52,19 +65,29 @@ JOBS: dict[str, list[str]] = {
     "sampling": [str(ROOT / "tests/gpu/check_sampling.py")],
     "kv8": script("check_kv8"),
     "figures 0.6b": figures("qwen3-0.6b", QUICK),
-    "figures 8b": figures("qwen3-8b", "main,1x256", "--repeat", "1"),
-    "figures speculation": ["-m", "nanovllm", "bench", "speculation", "--output-len", "512", "--max-model-len", "1024"],
+    "figures 8b": figures("qwen3-8b", "main,1x256,64x512", "--repeat", "1"),
+    "figures speculation": speculation("--output-len", "512"),
     "figures 8b fp8": figures("qwen3-8b", "main,1x256,64x512", *FP8, "--repeat", "1"),
     "figures 8b awq": figures("qwen3-8b-awq", "main,1x256,64x512", "--repeat", "1"),
     "steps 8b awq": steps("qwen3-8b-awq", "4,8,16,32,64,128,256", "--whole"),
     "steps 8b fp8": steps("qwen3-8b", "4,8,16,32,64", "--whole", "--set", "fp8.FEW_ROWS=64", "--", *FP8),
     "steps 8b fp8, inputs in 8 bits": steps("qwen3-8b", "4,8,16,32,64", "--set", "fp8.FEW_ROWS=2", "--", *FP8),
+    "times of quantised products": script("check_kernels", "--only", "fp8,int4-128"),
     "times of experts": script("check_experts", "--parts", "kernels"),
     "moe": script("check_moe", "--quick"),
     "gaps": script("check_gaps"),
     "out of memory": script("check_oom"),
     "low rank": script("check_low_rank", "--only", "engine"),
     "offload": [str(ROOT / "tests/gpu/check_offload.py")],
+    # What must not have become worse
+    "speculation, short answers": speculation("--output-len", "64"),
+    "speculation, 8 guesses": speculation("--output-len", "512", "--num-speculative-tokens", "8"),
+    "speculation, few blocks": speculation("--output-len", "512", "--num-kvcache-blocks", "40"),
+    "figures 0.6b, others": figures("qwen3-0.6b", "1x2048,64x2048,prefill 1x1024"),
+    "figures deepseek": figures("deepseek-v2-lite", "main,1x256,16x256,64x512,prefill 16x1024", "--repeat", "1"),
+    "figures mixtral": figures("mixtral-8x7b", "main,1x256,64x512,prefill 16x1024", "--repeat", "1"),
+    "start": start("--startup", "3"),
+    "start, empty kernel cache": ["-c", EMPTY_CACHE, "{out}/cache", *start("--startup", "1")[2:]],
 }
 
 

@@ -19,6 +19,7 @@ from nanovllm.scheduling.drafts import (
     YOUNG,
     DraftLength,
     Drafts,
+    draft_lengths,
     share_of,
     tokens_of,
 )
@@ -217,6 +218,33 @@ def test_rows_are_limited() -> None:
     steps, _ = serve(4, 200, 200, right=True, at_once=16)
     assert steps[4] < steps[2]
     assert 16 * (1 + 4) > MAX_ROWS >= 16 * (1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("most", "lengths"),
+    [
+        (0, (0,)),
+        (1, (1, 0)),
+        (2, (2, 1, 0)),
+        (4, (4, 2, 0)),
+        (5, (5, 3, 0)),
+        (7, (7, 4, 2, 0)),
+        (8, (8, 4, 2, 0)),
+        (16, (16, 8, 4, 2, 0)),
+    ],
+)
+def test_many_guesses_are_tried_in_halves(most: int, lengths: tuple[int, ...]) -> None:
+    assert draft_lengths(most) == lengths
+
+
+@pytest.mark.parametrize("most", [4, 7, 8, 12, 16])
+@pytest.mark.parametrize("at_once", [1, 2, 5, 8, 9, 16])
+def test_a_larger_number_guesses_also_with_many_sequences(most: int, at_once: int) -> None:
+    """Where there is no room for all of them, fewer are made."""
+    steps, _ = serve(most, 400, 20 * at_once, right=True, at_once=at_once)
+    assert steps[0] <= 0.3 * sum(steps.values())
+    made = max(steps, key=steps.__getitem__)
+    assert 2 * at_once <= at_once * (1 + made) <= MAX_ROWS
 
 
 def test_the_share_of_right_guesses() -> None:
