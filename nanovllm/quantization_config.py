@@ -10,21 +10,27 @@ are not (`modules_to_not_convert`, `ignore`, ...) say the same again, and must n
 patterns (`re:...`) are not matched: an untrusted pattern can take forever.
 
 What a file says about activations (`activation_scheme`, `input_activations`) is about computing in few bits and means
-nothing here. With `desc_act` the tensor g_idx says which input is in which group.
+nothing here. With GPTQ's `desc_act`, and with `actorder` "group" of compressed-tensors, a tensor g_idx says which input
+is in which group; with `actorder` "weight" inputs were only rounded in another order, and the file is as any other.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanovllm.errors import ModelError
 
+NAMES = ("quantization_config", "compression_config")  # in config.json; the second is old, of compressed-tensors
+SOURCE = "read_from"  # in there, a file beside config.json that it comes from: for messages
 REMEDY = "get the 16-bit safetensors of the model, or a GGUF file"
 SUPPORTED = "fp8, awq, gptq, compressed-tensors"
 FP8, AWQ, GPTQ, PACKED = "fp8", "awq", "gptq", "pack-quantized"
 LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
+# compressed-tensors' `actorder` -> whether inputs are in an order of their own
+ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
 MAX_SIZE = 2**20  # of a group or a block
 MAX_LIST = 2**20  # entries
 MAX_WORDS = 16  # of a module's name; published ones have up to 8
@@ -38,17 +44,23 @@ class QuantizationConfig:
     symmetric: bool = False  # 4 bits: every zero is 8
     stored_zeros_are_less: bool = False  # GPTQ: the file has zero - 1
     plain: frozenset[str] = field(default=frozenset(), repr=False)  # modules that are not quantised, or parts of names
-    act_order: bool = False  # GPTQ: a tensor says which input is in which group
+    act_order: bool = False  # 4 bits: a tensor says which input is in which group
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> QuantizationConfig | None:
         """None: config.json says nothing about quantised weights."""
-        name = "quantization_config"
-        found = config.get(name) or config.get("compression_config")  # the old name of compressed-tensors
-        if not found:
+        found = next((config[name] for name in NAMES if config.get(name)), None)
+        if found is None:
             return None
         if not isinstance(found, Mapping):
-            raise ModelError(f"config.json: {name}={found!r} must be an object")
+            raise ModelError(f"config.json: {NAMES[0]}={found!r} must be an object")
+        try:
+            return cls._read(found)
+        except ModelError as error:
+            raise ModelError(f"{found.get(SOURCE) or 'config.json: quantization_config'}: {error}") from None
+
+    @staticmethod
+    def _read(found: Mapping[str, Any]) -> QuantizationConfig:
         readers = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
         method = found.get("quant_method")
         if not isinstance(method, str) or method not in readers:
@@ -65,9 +77,7 @@ class QuantizationConfig:
 
 
 def _refusal(name: str, value: object, has: str) -> ModelError:
-    return ModelError(
-        f"config.json: quantization_config: {name}={value!r} is not supported: this engine reads {has}; {REMEDY}"
-    )
+    return ModelError(f"{name}={value!r} is not supported: this engine reads {has}; {REMEDY}")
 
 
 def _choice(config: Mapping[str, Any], name: str, known: tuple[str, ...], default: str | None) -> str:
@@ -80,7 +90,7 @@ def _choice(config: Mapping[str, Any], name: str, known: tuple[str, ...], defaul
 
 def _size(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
-        raise ModelError(f"config.json: quantization_config: {name}={value!r} must be an integer in [1, {MAX_SIZE}]")
+        raise ModelError(f"{name}={value!r} must be an integer in [1, {MAX_SIZE}]")
     return value
 
 
@@ -90,15 +100,18 @@ def _group_size(config: Mapping[str, Any], default: int | None) -> int | None:
 
 
 def _block(name: str, value: object) -> tuple[int, int]:
+    """[rows, columns], or "128x128", as compressed-tensors may write it."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,7}x[0-9]{1,7}", value):
+        value = [int(size) for size in value.split("x")]
     if not isinstance(value, list) or len(value) != 2:
-        raise ModelError(f"config.json: quantization_config: {name}={value!r} must be two integers")
+        raise ModelError(f"{name}={value!r} must be two integers")
     return _size(name, value[0]), _size(name, value[1])
 
 
 def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
     value = default if config.get(name) is None else config[name]
     if not isinstance(value, bool):
-        raise ModelError(f"config.json: quantization_config: {name}={value!r} must be true or false")
+        raise ModelError(f"{name}={value!r} must be true or false")
     return value
 
 
@@ -106,14 +119,14 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """{} if absent."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
-        raise ModelError(f"config.json: quantization_config: {name}={value!r} must be an object")
+        raise ModelError(f"{name}={value!r} must be an object")
     return value
 
 
 def _names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = config.get(name) or []
     if not isinstance(value, list) or len(value) > MAX_LIST or not all(isinstance(entry, str) for entry in value):
-        raise ModelError(f"config.json: quantization_config: {name} must be a list of module names")
+        raise ModelError(f"{name} must be a list of module names")
     return tuple(value)
 
 
@@ -135,7 +148,7 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationConfig:
 def _awq(config: Mapping[str, Any]) -> QuantizationConfig:
     """Other versions (gemv, gemv_fast, marlin, exllama) store the same numbers in another order."""
     _four_bits(config, "bits", "AWQ")
-    for name in ("version", "format"):  # the second in files of later tools
+    for name in ("version", "format", "checkpoint_format"):  # the others in files of later tools
         _choice(config, name, ("gemm",), "gemm")
     _boolean(config, "zero_point", True)  # with or without: the file has qzeros
     return QuantizationConfig(AWQ, group_size=_group_size(config, 128))
@@ -143,7 +156,13 @@ def _awq(config: Mapping[str, Any]) -> QuantizationConfig:
 
 def _gptq(config: Mapping[str, Any]) -> QuantizationConfig:
     _four_bits(config, "bits", "GPTQ")
-    version = _choice(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    names = [name for name in ("format", "checkpoint_format") if config.get(name) is not None]
+    found = {name: _choice(config, name, ("gptq", "gptq_v2"), None) for name in names}
+    if len(set(found.values())) > 1:
+        what = " contradicts ".join(f"{name}={value!r}" for name, value in found.items())
+        raise ModelError(
+            f"{what}: gptq_v2 stores zeros as they are, gptq one less; take out the wrong one, or {REMEDY}"
+        )
     if _boolean(config, "is_marlin_format", False):
         raise _refusal("is_marlin_format", True, "checkpoint_format gptq or gptq_v2")
     for pattern, other in _object(config, "dynamic").items():  # of GPTQModel; "-:" is a module that is not quantised
@@ -154,8 +173,16 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationConfig:
         group_size=_group_size(config, 128),
         symmetric=_boolean(config, "sym", True),
         act_order=_boolean(config, "desc_act", False),
-        stored_zeros_are_less=version == "gptq",
+        stored_zeros_are_less="gptq_v2" not in found.values(),
     )
+
+
+def _act_order(weights: Mapping[str, Any]) -> bool:
+    """`true` is an old spelling of "group"."""
+    value = weights.get("actorder")
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    return ORDERS[_choice(weights, "actorder", tuple(ORDERS), None)]
 
 
 def _compressed(config: Mapping[str, Any]) -> QuantizationConfig:
@@ -165,7 +192,7 @@ def _compressed(config: Mapping[str, Any]) -> QuantizationConfig:
     schemes = []
     for name, group in _object(config, "config_groups").items():
         if not isinstance(group, Mapping):
-            raise ModelError(f"config.json: quantization_config: config_groups: {name}={group!r} must be an object")
+            raise ModelError(f"config_groups: {name}={group!r} must be an object")
         _names(group, "targets")
         if weights := _object(group, "weights"):
             schemes.append(_scheme(weights, group.get("format") or config.get("format")))
@@ -182,12 +209,15 @@ def _scheme(weights: Mapping[str, Any], form: object) -> QuantizationConfig:
     if _boolean(weights, "dynamic", False):
         raise _refusal("dynamic", True, "weights with scales that are in the file")
     group_size = _group_size(weights, None) if strategy == "group" else None
+    act_order = strategy == "group" and _act_order(weights)
     symmetric = _boolean(weights, "symmetric", True)
     if kind == "int":
         _four_bits(weights, "num_bits", "compressed-tensors of integers")
         if strategy in ("tensor", "block"):
             raise _refusal("strategy", strategy, "4 bits by group or channel")
-        return QuantizationConfig(PACKED, group_size=group_size, symmetric=symmetric)
+        return QuantizationConfig(PACKED, group_size=group_size, symmetric=symmetric, act_order=act_order)
+    if act_order:
+        raise _refusal("actorder", weights["actorder"], "8-bit floats with inputs in the order of the model")
     if type(weights.get("num_bits")) is not int or weights["num_bits"] != 8 or not symmetric:
         what = {name: weights.get(name) for name in ("num_bits", "symmetric")}
         raise _refusal("weights", what, "floats of 8 bits without a zero")

@@ -42,6 +42,12 @@ def read(config: object, name: str = "quantization_config") -> QuantizationConfi
         (GPTQ_4, QuantizationConfig(GPTQ, None, 128, True, True)),
         ({**GPTQ_4, "checkpoint_format": "gptq_v2", "sym": False}, QuantizationConfig(GPTQ, None, 128, False, False)),
         (
+            {**GPTQ_4, "format": "GPTQ_v2", "checkpoint_format": "gptq_v2"},
+            QuantizationConfig(GPTQ, None, 128, True),
+        ),
+        ({**GPTQ_4, "format": "gptq_v2"}, QuantizationConfig(GPTQ, None, 128, True)),
+        ({**GPTQ_4, "format": "gptq", "checkpoint_format": None}, QuantizationConfig(GPTQ, None, 128, True, True)),
+        (
             {**GPTQ_4, "dynamic": {"-:lm_head": {}}, "desc_act": True},
             QuantizationConfig(GPTQ, None, 128, True, True, act_order=True),
         ),
@@ -51,11 +57,26 @@ def read(config: object, name: str = "quantization_config") -> QuantizationConfi
             compressed({**FLOAT, "strategy": "block", "block_structure": [64, 32]}, "float-quantized"),
             QuantizationConfig(FP8, (64, 32)),
         ),
+        (
+            compressed({**FLOAT, "strategy": "block", "block_structure": "64x32"}, "float-quantized"),
+            QuantizationConfig(FP8, (64, 32)),
+        ),
         (INTS, QuantizationConfig(PACKED, None, 64, True)),
         (
             compressed({**INT, "strategy": "channel", "group_size": None, "symmetric": False}, "pack-quantized"),
             QuantizationConfig(PACKED),
         ),
+        *[
+            (compressed({**INT, "actorder": order}, "pack-quantized"), QuantizationConfig(PACKED, None, 64, True))
+            for order in (False, "weight", "static", "STATIC")  # only the order in which a tool rounded
+        ],
+        *[
+            (
+                compressed({**INT, "actorder": order}, "pack-quantized"),
+                QuantizationConfig(PACKED, None, 64, True, act_order=True),
+            )
+            for order in (True, "group", "dynamic", "Group")
+        ],
         (
             {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}},
             QuantizationConfig(None),
@@ -90,8 +111,17 @@ REFUSED = [
         ({**AWQ_GEMM, "version": it}, f"version='{it}'.* reads gemm")
         for it in ("gemv", "gemv_fast", "marlin", "exllama")
     ],
+    *[({**AWQ_GEMM, "checkpoint_format": it}, f"checkpoint_format='{it}'.* reads gemm") for it in ("gemv", "llm-awq")],
     *[({**GPTQ_4, "bits": bits}, f"bits={bits} .* reads GPTQ in 4 bits; get the 16-bit") for bits in (2, 3, 8)],
     *[({**GPTQ_4, "checkpoint_format": it}, f"checkpoint_format='{it}'") for it in ("marlin", "bitblas", "exllama_v2")],
+    *[({**GPTQ_4, "format": it}, f"format='{it}'.* reads gptq or gptq_v2") for it in ("marlin", "bitblas", "gemm", "")],
+    *[
+        (
+            {**GPTQ_4, "format": one, "checkpoint_format": other},
+            f"format='{one}' contradicts checkpoint_format='{other}'",
+        )
+        for one, other in (("gptq", "gptq_v2"), ("gptq_v2", "gptq"))
+    ],
     ({**GPTQ_4, "is_marlin_format": True}, "is_marlin_format=True"),
     ({**GPTQ_4, "dynamic": {"+:.*mlp.*": {"bits": 8}}}, r"dynamic=.*\+:\.\*mlp"),
     ({**GPTQ_4, "desc_act": "yes"}, "desc_act='yes' must be true or false"),
@@ -111,7 +141,22 @@ REFUSED = [
     (compressed({**FLOAT, "num_bits": 4}, "float-quantized"), "num_bits': 4"),
     (compressed({**FLOAT, "type": "int"}, "float-quantized"), "type='int'.* reads float"),
     (compressed({**FLOAT, "dynamic": True}, "float-quantized"), "dynamic=True"),
-    (compressed({**FLOAT, "strategy": "block"}, "float-quantized"), "block_structure=None must be two"),
+    *[
+        (
+            compressed({**FLOAT, "strategy": "block", "block_structure": it}, "float-quantized"),
+            f"block_structure=.*{it}.* must be two integers",
+        )
+        for it in (None, "128", "128x", "axb", "1x2x3", "-1x2", "9999999999x1")
+    ],
+    (
+        compressed({**INT, "actorder": "sorted"}, "pack-quantized"),
+        "actorder='sorted'.* reads group or dynamic or weight or static; get",
+    ),
+    (compressed({**INT, "actorder": 1}, "pack-quantized"), "actorder=1 "),
+    (
+        compressed({**FLOAT, "strategy": "group", "group_size": 64, "actorder": "group"}, "float-quantized"),
+        "actorder='group' .* reads 8-bit floats with inputs in the order of the model; get the 16-bit",
+    ),
     ({**INTS, "sparsity_config": {"format": "sparse-24-bitmask"}}, "format='sparse-24-bitmask'.*dense"),
     ({**INTS, "transform_config": {"config_groups": {"u": {}}}}, "transform_config=.*without rotations"),
     ({**INTS, "config_groups": [INT]}, "config_groups=.* must be an object"),
@@ -134,7 +179,7 @@ def test_everything_else_is_refused_by_name(config: object, words: str) -> None:
 WORDS = st.sampled_from(["", "gemm", "fp8", "pack-quantized", "x"])
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(), WORDS, st.lists(st.integers(), max_size=3))
 KNOWN: list[dict[str, Any]] = [BLOCKS, AWQ_GEMM, GPTQ_4, FLOATS, INTS]
-KEYS = sorted({key for config in KNOWN for key in config} | {"ignore", "sparsity_config", "dynamic", "fmt"})
+KEYS = sorted({key for config in KNOWN for key in config} | {"ignore", "sparsity_config", "dynamic", "fmt", "format"})
 
 
 @given(st.sampled_from(KNOWN), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))

@@ -22,6 +22,7 @@ from nanovllm.bench.workload import LARGEST_TOKEN, Lengths, Workload, make_workl
 from nanovllm.errors import ConfigError
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.memory.scaling import head_bytes, weights_read, weights_used
+from nanovllm.ops.fp8 import BLOCK
 from nanovllm.quantization_config import QuantizationConfig
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
     """Of one rank, in 16 bits, or in fewer what is quantised on a GPU."""
     config, runs = engine.config, engine.describe()["runs_on"]
     stored = QuantizationConfig.from_hf(engine.model_config.hf)
-    block = 0 if stored is None or stored.block is None else stored.block[0]
+    block = BLOCK if stored is not None and stored.block == (BLOCK, BLOCK) else 0
     is_fp8 = runs["quantization"] == "FP8"
     return ModelFacts(
         engine.model_config,

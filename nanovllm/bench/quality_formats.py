@@ -53,12 +53,8 @@ def fp8_rows(w: torch.Tensor) -> Rounded:
 
 
 def fp8_blocks(w: torch.Tensor) -> Rounded:
-    size, (rows, columns) = fp8.BLOCK, w.shape
-    tiles = F.pad(w, (0, -columns % size, 0, -rows % size)).unflatten(1, (-1, size)).unflatten(0, (-1, size))
-    tiles = tiles.transpose(1, 2)  # [row blocks, column blocks, 128, 128]
-    q, scale = fp8.quantise(tiles.flatten(2).flatten(0, 1), 0)
-    q = q.view(tiles.shape).transpose(1, 2).flatten(2).flatten(0, 1)[:rows, :columns]
-    return fp8.expand(q, scale.view(tiles.shape[:2]), w.dtype), 8 * w.numel() + 32 * scale.numel()
+    q, scale = fp8.quantise_blocks(w)
+    return fp8.expand(q, scale, w.dtype), 8 * w.numel() + 32 * scale.numel()
 
 
 def fp8_inputs(block: int, x: torch.Tensor) -> torch.Tensor:

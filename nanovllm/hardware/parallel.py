@@ -22,6 +22,7 @@ import torch
 from nanovllm.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+MAX_RANKS = 64  # numbers of ranks that messages name
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ class Shard:
     start: int
     length: int
     total: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Of which each has a part of this length."""
+        return self.total // self.length
+
+    def good_ranks(self, unit: int) -> list[int]:
+        """Numbers of ranks that do not cut within a unit. One never does."""
+        return [n for n in range(1, MAX_RANKS + 1) if n == 1 or self.total % (n * unit) == 0]
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Parallel:
 
     def share(self, total: int, what: str) -> int:
         if total % self.size:
-            good = [n for n in range(1, total + 1) if total % n == 0 and n <= 64]
+            good = [n for n in range(1, total + 1) if total % n == 0 and n <= MAX_RANKS]
             raise ConfigError(f"tensor_parallel_size={self.size}: {what}={total} does not divide; possible: {good}")
         return total // self.size
 
@@ -89,7 +99,7 @@ class Parallel:
         if self.size % total:
             raise ConfigError(
                 f"tensor_parallel_size={self.size}: with num_key_value_heads={total} it must divide them or be a "
-                f"multiple; possible: {[n for n in range(1, 65) if total % n == 0 or n % total == 0]}"
+                f"multiple; possible: {[n for n in range(1, MAX_RANKS + 1) if total % n == 0 or n % total == 0]}"
             )
         return 1, self.rank * total // self.size
 

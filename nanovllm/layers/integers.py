@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.hardware.parallel import Shard
 from nanovllm.layers.parted import PartedWeight, parted_weights
 from nanovllm.ops import integers
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expert_form import ExpertIntegers
 from nanovllm.weights.four_bits import Grouped
 from nanovllm.weights.gguf_quants import StoredBlocks
-from nanovllm.weights.integer_groups import KINDS, IntegerGroups, from_blocks, from_grouped
+from nanovllm.weights.integer_groups import KINDS, IntegerGroups, from_blocks, from_grouped, why_no_runs
 from nanovllm.weights.loader import PackedTarget
 from nanovllm.weights.rules import Rule, find_destination
 
@@ -62,20 +63,42 @@ class Expanded:
 
 
 @dataclass(frozen=True)
-class BlockPiece:
-    """Blocks of a GGUF file, and which of their columns are this rank's."""
+class Piece:
+    """What a file has of this rank's rows, and which columns of them are this rank's; None: all."""
 
-    blocks: StoredBlocks
-    start: int
-    length: int
+    rows: Grouped | StoredBlocks
+    columns: Shard | None
 
     def groups(self, device: torch.device) -> IntegerGroups | Expanded:
-        """Taken apart on the device: on a host that would take longer than reading the file."""
-        whole, last = from_blocks(replace(self.blocks, raw=self.blocks.raw.to(device))), self.start + self.length
-        if self.start % integers.BLOCK == 0 and self.length % integers.BLOCK == 0:
-            return whole.columns(self.start, self.length)
-        why = f"expanded: a rank has columns {self.start} to {last}, no multiples of {integers.BLOCK}"
-        return Expanded(whole.expanded()[:, self.start : last], why)
+        if isinstance(self.rows, Grouped):
+            return self._of_grouped(self.rows, device)
+        # Taken apart on the device: on a host that would take longer than reading the file.
+        whole, cut = from_blocks(replace(self.rows, raw=self.rows.raw.to(device))), self.columns
+        if cut is None:
+            return whole
+        if cut.length % integers.BLOCK == 0:
+            return whole.columns(cut.start, cut.length)
+        return Expanded(whole.expanded()[:, cut.start : cut.start + cut.length], _why_cut(cut))
+
+    def _of_grouped(self, rows: Grouped, device: torch.device) -> IntegerGroups | Expanded:
+        cut, own = self.columns, rows
+        if cut is not None:
+            own = rows.narrow(slice(None), slice(cut.start, cut.start + cut.length))
+        own = replace(own, q=own.q.to(device), scale=own.scale.to(device), zero=own.zero.to(device))
+        found = from_grouped(own)
+        if not isinstance(found, str):
+            return found
+        is_cut = cut is not None and not why_no_runs(rows.group)
+        return Expanded(own.expanded(), _why_cut(cut, rows.is_in_order) if is_cut and cut is not None else found)
+
+
+def _why_cut(cut: Shard, is_in_order: bool = True) -> str:
+    """Of a matrix that one rank would have in integers."""
+    what = f"expanded: {cut.num_ranks} ranks cut {cut.total} inputs"
+    if not is_in_order:
+        return f"{what} that are in an order of their own (act-order); one rank does not"
+    good = cut.good_ranks(integers.BLOCK)
+    return f"{what} within {integers.BLOCK} of them; numbers of ranks that do not: {good}"
 
 
 @dataclass(frozen=True)
@@ -85,17 +108,16 @@ class IntegerTarget(PackedTarget):
     def fill(self, name: str, checkpoint: Checkpoint) -> None:
         packed = checkpoint.read_packed(name) if self.as_stored else None
         blocks = checkpoint.read_blocks(name) if self.as_stored and packed is None else None
-        first, last = (0, 0), self.shape
-        if self.shard is not None:
-            dim, start, stop = self.shard.dim, self.shard.start, self.shard.start + self.shard.length
-            first = (start, 0) if dim == 0 else (0, start)
-            last = (stop, self.shape[1]) if dim == 0 else (self.shape[0], stop)
+        rows, columns = slice(0, self.shape[0]), None
+        if self.shard is not None and self.shard.dim == 0:
+            rows = slice(self.shard.start, self.shard.start + self.shard.length)
+        elif self.shard is not None:
+            columns = self.shard
         found: Any = None
         if isinstance(packed, Grouped):
-            found = packed.narrow(slice(first[0], last[0]), slice(first[1], last[1]))
+            found = Piece(packed.narrow(rows, slice(None)), columns)
         elif blocks is not None:
-            rows = replace(blocks, raw=blocks.raw[first[0] : last[0]])
-            found = BlockPiece(rows, first[1], last[1] - first[1])
+            found = Piece(replace(blocks, raw=blocks.raw[rows]), columns)
         if found is None:
             super().fill(name, checkpoint)
         else:
@@ -103,14 +125,10 @@ class IntegerTarget(PackedTarget):
 
 
 def as_groups(found: Any, quantise: tuple[int, int] | None, device: torch.device) -> IntegerGroups | Expanded:
-    """Of a BlockPiece, a Grouped, or a tensor of floats; on the device. `quantise`: floats to so many bits, in groups
-    of so many inputs; None: they stay."""
-    if isinstance(found, BlockPiece):
+    """Of a Piece or a tensor of floats; on the device. `quantise`: floats to so many bits, in groups of so many inputs;
+    None: they stay."""
+    if isinstance(found, Piece):
         found = found.groups(device)
-    elif isinstance(found, Grouped):
-        found = replace(found, q=found.q.to(device), scale=found.scale.to(device), zero=found.zero.to(device))
-        groups = from_grouped(found)
-        found = Expanded(found.expanded(), groups) if isinstance(groups, str) else groups
     elif isinstance(found, torch.Tensor):
         columns = found.shape[1]
         if columns % integers.BLOCK:
@@ -152,7 +170,7 @@ class IntegerWeight(PartedWeight):
     def expect(self, types: list[str | None]) -> None:
         """Before loading: those of its parts in a GGUF file; None: floats."""
         forms = [IntegerForm.of_gguf([name]) for name in types if name is not None]
-        if len(forms) == len(types):
+        if len(forms) == len(types) and self.shape[1] % integers.BLOCK == 0:  # this rank's columns
             groups = (form.group or self.shape[1] for form in forms)
             self._allocate(IntegerForm(max(form.bits for form in forms), math.gcd(*groups)))
         else:

@@ -48,7 +48,7 @@ class ScaledWeight(PartedWeight):
     q: torch.Tensor
     scale: torch.Tensor
     unit: torch.Tensor  # 1: for products whose scales are applied afterwards
-    kind, target, label = "fp8", ScaledTarget, "FP8"
+    kind, target = "fp8", ScaledTarget
 
     def __init__(
         self, parts: dict[str, int], columns: int, scales: Scales, dtype: torch.dtype, device: torch.device
@@ -63,18 +63,33 @@ class ScaledWeight(PartedWeight):
         self.register_buffer("unit", torch.ones((), dtype=torch.float32, device=device), persistent=False)
 
     def _prepare(self, found: Fp8Blocks | torch.Tensor) -> Fp8Blocks | torch.Tensor:
-        if isinstance(found, torch.Tensor) and self._scales.quantises:
-            q, scale = fp8.quantise(found.to(self.q.device), 0)
-            return Fp8Blocks(q, scale, (1, self.shape[1]))
-        return found
+        if not isinstance(found, torch.Tensor) or not self._scales.quantises:
+            return found
+        if self.block:
+            return Fp8Blocks(*fp8.quantise_blocks(found.to(self.q.device)), (self.block, self.block))
+        return Fp8Blocks(*fp8.quantise(found.to(self.q.device), 0), (1, self.shape[1]))
 
     def _fill(self, parts: list[Any]) -> str:
         starts = list(accumulate(self.parts.values(), initial=0))
-        if not all(isinstance(p, Fp8Blocks) and self._fits(p, start) for p, start in zip(parts, starts)):
-            return "not in 8 bits, as in the file or because blocks do not meet"
+        if not all(isinstance(p, Fp8Blocks) for p in parts):
+            return "not in 8 bits in the file"
+        if not all(self._fits(p, start) for p, start in zip(parts, starts)):
+            return f"expanded: {self._why_not(parts)}"
         for p, start in zip(parts, starts):
             self._copy(p, start)
         return ""
+
+    def _why_not(self, parts: list[Fp8Blocks]) -> str:
+        """Where one rank would have them in blocks: with the numbers of ranks that keep them."""
+        cuts, size = [p.shard for p in parts if p.shard is not None], self.block
+        meets = size and all(cut.dim == 1 or cut.total % size == 0 for cut in cuts[:-1])
+        if not cuts or not meets:
+            what = f"{size} x {size}" if size else f"1 x {self.shape[1]}"
+            return f"its parts, of {list(self.parts.values())} rows, do not begin and end where blocks of {what} do"
+        good = set.intersection(*(set(cut.good_ranks(size)) for cut in cuts))
+        what = f"{' + '.join(str(cut.total) for cut in cuts)} {'rows' if cuts[0].dim == 0 else 'inputs'}"
+        num_ranks = max(cut.num_ranks for cut in cuts)
+        return f"{num_ranks} ranks cut {what} within blocks of {size}; numbers of ranks that do not: {sorted(good)}"
 
     def _empty(self) -> None:
         self.q = self.scale = self.q.new_empty(0)
@@ -82,6 +97,10 @@ class ScaledWeight(PartedWeight):
     @property
     def form(self) -> tuple[Any, ...]:
         return (self.block,)
+
+    @property
+    def label(self) -> str:
+        return "FP8" if self.plain is None else str(self.plain.dtype).removeprefix("torch.")
 
     def expanded(self, places: torch.Tensor | None = None) -> torch.Tensor:
         if places is None:
@@ -93,10 +112,16 @@ class ScaledWeight(PartedWeight):
         return (q.float() * wide).to(self._dtype)
 
     def set_rows(self, first: int, numbers: torch.Tensor) -> None:
-        assert not self.block, "made-up weights have scales of rows"
-        q, scale = fp8.quantise(numbers, 0)
-        self.q[first:].copy_(q)
-        self.scale[first:].copy_(scale[:, 0])
+        if not self.block:
+            q, scale = fp8.quantise(numbers, 0)
+            self.q[first:].copy_(q)
+            self.scale[first:].copy_(scale[:, 0])
+            return
+        begin = first // self.block * self.block  # a block has rows before them, too
+        before = self.expanded(torch.arange(begin, first, device=self.q.device))
+        q, scale = fp8.quantise_blocks(torch.cat((before.float(), numbers.float())))
+        self.q[begin:].copy_(q)
+        self.scale[begin // self.block :].copy_(scale)
 
     def _fits(self, part: Fp8Blocks, start: int) -> bool:
         if not self.block:

@@ -88,18 +88,19 @@ def _put(q: torch.Tensor, scale: torch.Tensor, device: torch.device, name: str, 
         q.copy_(found.q)
         put_scales(scale, found)
         return
-    assert scale.dim() == 1, f"{name}: only files that are all in blocks have scales of blocks"
-    quantise_rows(found, q, scale, device)
+    quantise(found, q, scale, device)
 
 
-def quantise_rows(found: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
-    """On the device: 59 million numbers, a matrix of Mixtral's, take a core of a host a third of a second."""
-    step = max(1, AT_ONCE // q.shape[1])
+def quantise(found: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
+    """By rows or, of made-up weights, by blocks, as `scale` is. On the device: 59 million numbers, a matrix of
+    Mixtral's, take a core of a host a third of a second."""
+    unit = fp8.BLOCK if scale.dim() == 2 else 1
+    step = max(1, AT_ONCE // q.shape[1] // unit) * unit
     for start in range(0, len(q), step):
-        rows = slice(start, start + step)
-        numbers, factors = fp8.quantise(found[rows].to(device), 0)
-        q[rows].copy_(numbers)
-        scale[rows].copy_(factors[:, 0])
+        some = found[start : start + step].to(device)
+        numbers, factors = fp8.quantise(some, 0) if unit == 1 else fp8.quantise_blocks(some)
+        q[start : start + step].copy_(numbers)
+        scale[start // unit : start // unit + len(factors)].copy_(factors[:, 0] if unit == 1 else factors)
 
 
 def put_scales(scale: torch.Tensor, found: Fp8Blocks) -> None:

@@ -30,6 +30,16 @@ def quantise(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (groups / scale[..., None]).flatten(1).to(E4M3), scale
 
 
+def quantise_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, columns] -> (q, scale [row blocks, column blocks]), of 128 x 128; the last of each may be smaller."""
+    rows, columns = x.shape
+    whole = F.pad(x.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [row blocks, 128, column blocks, 128]
+    scale = blocks.abs().amax((1, 3)).clamp(min=TINY) / E4M3_MAX
+    q = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    return q[:rows, :columns].to(E4M3), scale
+
+
 def expand(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight itself. `scale` as above."""
     if scale.dim() == 1:

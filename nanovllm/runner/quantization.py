@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
-from nanovllm.hardware.parallel import Parallel
+from nanovllm.hardware.parallel import MAX_RANKS, Parallel
 from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.scaled import Scales
 from nanovllm.layers.scaled_attention import ScaledAttention
@@ -121,25 +121,28 @@ def _choose_floats(
 ) -> Scales | None:
     """None: matrices are not in 8-bit floats."""
     wanted, forms = config.quantization, set(checkpoint.packed_forms().values())
-    stored = QuantizationConfig.from_hf(checkpoint.config)
-    is_estimate = config.load_format != "dummy" and not checkpoint.names()  # config.json alone (`nanovllm plan`)
-    if is_estimate and stored is not None and stored.form == FP8:
-        forms = {FP8_FORM}
+    stored, is_dummy = QuantizationConfig.from_hf(checkpoint.config), config.load_format == "dummy"
+    # Of config.json alone (`nanovllm plan`, dummy weights) all matrices are taken to be in the form that it names.
+    is_estimate = is_dummy or not checkpoint.names()
+    if is_estimate:
+        forms = {FP8_FORM} if stored is not None and stored.form == FP8 else set()
     if wanted == "fp8":
         why = why_not_fp8(is_gpu)
         if low_rank:
             why = f"low-rank experts are kept in 16 bits; set {DISABLE}=1 for the model's own"
         if why:
             raise ConfigError(f"quantization='fp8': {why}, or leave quantization out")
-    elif wanted != "auto" or forms != {FP8_FORM} or config.load_format == "dummy" or why_not_fp8(is_gpu):
+    elif wanted != "auto" or forms != {FP8_FORM} or why_not_fp8(is_gpu):
         return None
     blocks = None if stored is None or forms != {FP8_FORM} else stored.block
-    if blocks not in (None, (BLOCK, BLOCK)):
+    has_product = blocks in (None, (BLOCK, BLOCK))
+    if wanted == "auto" and not has_product:
         return None
-    quantises = wanted == "fp8" and not blocks
+    block = BLOCK if blocks and has_product else 0
+    quantises = is_dummy or (wanted == "fp8" and not block)
     has_experts = model.moe is not None and not low_rank
     fits = quantises or is_estimate or has_experts_in(checkpoint, FP8_FORM)
-    return Scales(BLOCK if blocks else 0, quantises, experts=has_experts and fits)
+    return Scales(block, quantises, experts=has_experts and fits)
 
 
 def scaled_facts(scales: Scales | IntegerForm | None) -> dict[str, Any]:
@@ -162,14 +165,15 @@ def report_experts(scales: Scales | IntegerForm, model: ModelConfig, parallel: P
     if not scales.experts:
         what = "8-bit floats" if isinstance(scales, Scales) else "integers, with inputs in their order"
         logger.info("experts are expanded: the file does not have all of them in %s", what)
-    elif isinstance(scales, IntegerForm):
-        if scales.experts.cut(size // ranks) is None and ranks > 1:
-            text = "experts are expanded: %d ranks cut an intermediate size of %d within 32 inputs; these do not: %s"
-            logger.warning(text, ranks, size, [n for n in range(1, ranks) if size % (n * 32) == 0])
-    elif ExpertForm.dense(model.hidden_size, size, scales.block).share(ranks).scale_block is None:
-        good = [n for n in range(1, ranks) if size % (n * scales.block) == 0]
-        text = "experts are expanded: %d ranks cut blocks of %d rows of an intermediate size of %d; these cut none: %s"
-        logger.warning(text, ranks, scales.block, size, good)
+        return
+    integers = scales.experts if isinstance(scales, IntegerForm) else None
+    form = ExpertForm.dense(model.hidden_size, size, scales.block if isinstance(scales, Scales) else None, integers)
+    if not form.share(ranks).is_bytes:
+        what = f"cut blocks of {form.scale_block} rows of an intermediate size of {size}"
+        if integers is not None:
+            what = f"cut an intermediate size of {size} within 32 inputs"
+        good = [n for n in range(1, MAX_RANKS + 1) if size % n == 0 and form.share(n).is_bytes]
+        logger.warning("experts are expanded: %d ranks %s; numbers of ranks that do not: %s", ranks, what, good)
 
 
 def why_not_fp8(is_gpu: bool) -> str:
@@ -187,14 +191,14 @@ def choose_packing(config: EngineConfig, checkpoint: Checkpoint, is_gpu: bool, o
     if wanted in ("none", "fp8") or is_gpu:
         return None
     why = why_not_quantised(ops)
+    if config.enable_eplb:  # on a GPU they move as blocks
+        why = why or "on a CPU experts move between ranks as numbers of dtype; leave enable_eplb out"
     if wanted != "auto":
         if why:
             raise ConfigError(f"quantization={wanted!r}: {why}, or leave quantization out")
         return wanted
     if config.load_format == "dummy" or not checkpoint.quantised_types():
         return None
-    if config.enable_eplb:  # config.py refuses it with int8 and int4
-        why = why or "experts move between ranks as numbers of dtype; leave enable_eplb out"
     if why:
         logger.warning("%s: its weights are expanded, which is slower: %s", checkpoint.path, why)
     return None if why else "auto"
@@ -209,9 +213,10 @@ def report_stored(
 ) -> None:
     """What of a quantised file is not computed as it is stored."""
     forms = checkpoint.packed_forms() or checkpoint.quantised_types()
-    if forms and isinstance(scales, IntegerForm) and scales.quantises:
-        text = "quantization='int%d' rounds weights again that the file has in %s; 'auto' rounds nothing"
-        logger.warning(text, scales.bits, ", ".join(sorted(set(forms.values()))))
+    if forms and scales is not None and _rounds_again(scales, checkpoint):
+        text = "quantization=%r rounds weights again that the file has in %s; 'auto' rounds nothing"
+        wanted = f"int{scales.bits}" if isinstance(scales, IntegerForm) else scales.name
+        logger.warning(text, wanted, ", ".join(sorted(set(forms.values()))))
     if scales is not None:
         forms = {name: kind for name, kind in checkpoint.quantised_types().items() if name in TABLES}
     if forms and packing is None:
@@ -221,6 +226,13 @@ def report_stored(
         logger.info(text, len(forms), form, what, size)
     if unused := [name for name in checkpoint.unused() if not (uses_kv_scales and KV_SCALE.search(name))]:
         logger.info("%d scales of activations or of a KV cache are not used: %s, ...", len(unused), unused[0])
+
+
+def _rounds_again(scales: Scales | IntegerForm, checkpoint: Checkpoint) -> bool:
+    """Weights that the file has in fewer bits. Scales of a tensor or of rows stay as they are."""
+    stored = QuantizationConfig.from_hf(checkpoint.config)
+    stays = isinstance(scales, Scales) and stored is not None and stored.form == FP8 and stored.block is None
+    return scales.quantises and not stays
 
 
 def why_not_quantised(ops: Ops) -> str:

@@ -42,7 +42,8 @@ class Checkpoint(Protocol):
         (GGUF, or quantised)."""
 
     def bytes_location(self, name: str) -> Location | None:
-        """The same of a matrix in 8-bit floats: its bytes, without the scales. None for all others."""
+        """The same of a matrix in 8-bit floats that `read_packed` gives: its bytes, without the scales. None for all
+        others."""
 
     def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """Rows (dim 0) or columns (dim 1) of a tensor, without reading the others where the format allows that."""
@@ -56,10 +57,10 @@ class Checkpoint(Protocol):
 
     def read_packed(self, name: str) -> PackedNumbers | None:
         """A quantised matrix of a safetensors file as the small numbers and scales that it is made of; None for all
-        others."""
+        others, and for 8-bit floats in blocks that no product takes."""
 
     def packed_forms(self) -> dict[str, str]:
-        """Of the tensors that `read_packed` gives: name -> form, in words."""
+        """Of the quantised matrices of a safetensors file: name -> form, in words."""
 
     def unused(self) -> list[str]:
         """Tensors that are not among `names`, because no weight is made of them (scales of activations)."""

@@ -7,16 +7,19 @@ eight of them in an int32. They differ in where a number lies. Of eight, from th
                           qzeros  [groups, outputs / 8]   likewise
                           scales  [groups, outputs]
     GPTQ                  qweight [inputs / 8, outputs]   inputs 0 1 2 ... 7
-                          qzeros  [groups, outputs / 8]   outputs 0 1 2 ... 7; one less than the zero, unless
-                                                          checkpoint_format is "gptq_v2"
+                          qzeros  [groups, outputs / 8]   outputs 0 1 2 ... 7; the word less 0x11111111, each zero
+                                                          less 1, unless (checkpoint_)format is "gptq_v2"
                           scales  [groups, outputs]
-                          g_idx   [inputs]                the group of each input (desc_act); may be absent or all 0,
-                                                          then it is input // group_size
+                          g_idx   [inputs]                the group of each input; without desc_act it may be absent
+                                                          or all 0, then it is input // group_size
     compressed-tensors    weight_packed [outputs, inputs / 8]      inputs 0 1 2 ... 7, from -8 to 7, stored as q + 8
     ("pack-quantized")    weight_scale  [outputs, groups]
                           weight_zero_point [outputs / 8, groups]  outputs 0 1 ... 7, stored as z + 8; absent: 0 (is 8)
                           weight_shape [2]                         outputs and inputs
-                          weight_g_idx [inputs]                    as in GPTQ
+                          weight_g_idx [inputs]                    as in GPTQ (actorder "group"); unwritten: all -1
+
+GPTQModel subtracts and adds whole words, and so do we: a zero of 0 borrows 1 from the next number. AutoGPTQ writes 15
+for it and for all later numbers of the word: these are lost. (vLLM and most of AutoGPTQ's kernels read 15 as 16.)
 
 Some tools write checkpoint_format "gptq" and zeros as in v2. Where config.json says that weights are symmetric the zero
 is 8, so a file of nothing but 8 has v2's zeros (v1 would have 7).
@@ -42,7 +45,11 @@ BLOCK = 32  # weights in a block of Q4_0 and Q4_1
 Q4_0, Q4_1 = TENSOR_TYPES[2], TENSOR_TYPES[3]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 MIDDLE = 8  # the zero of symmetric weights
+ONES = 0x11111111  # what the words of GPTQ's zeros lack
 MAX_SHIFT = 1 / 64  # of a step: how much float16 headers may move weights. Rounding to 4 bits moved them 0.29 (rms)
+GROUP_OF_INPUT = ("g_idx", "weight_g_idx")
+ORDERED = "config.json says (desc_act, actorder) that inputs are in an order of their own"
+AGAIN = "get the model again, its 16-bit safetensors, or a GGUF file"
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ FORMATS = {
 class Grouped:
     q: torch.Tensor  # uint8 [outputs, inputs], 0 to 15
     scale: torch.Tensor  # [outputs, groups]
-    zero: torch.Tensor  # uint8 [outputs, groups], 0 to 16 (GPTQ can store 16)
+    zero: torch.Tensor  # uint8 [outputs, groups], 0 to 15
     group: torch.Tensor  # int64 [inputs]: which group an input belongs to
 
     def expanded(self) -> torch.Tensor:
@@ -178,13 +185,14 @@ class FourBitWeight:
         self.form = self._format.label
         found = [part for part in self._format.dims if self._name(part) in stored]
         optional = set(self._format.optional)
-        if config.act_order:
-            optional.discard("g_idx")
         if not config.symmetric:
             optional.discard("weight_zero_point")
         missing = [part for part in self._format.dims if part not in found and part not in optional]
         if missing:
             raise self._error(missing[0], f"is not there, but {self._name(self._format.words)} is")
+        order = next((part for part in GROUP_OF_INPUT if part in self._format.dims), None)
+        if config.act_order and order is not None and order not in found:
+            raise self._error(order, f"is not there, but {ORDERED}", AGAIN)
         for part in found:
             dtype, known = stored.dtype(self._name(part)), self._format.dtypes[part]
             if dtype not in known:
@@ -196,8 +204,8 @@ class FourBitWeight:
     def _name(self, part: str) -> str:
         return f"{self._module}.{part}"
 
-    def _error(self, part: str, what: str) -> ModelError:
-        return ModelError(f"{self._stored.path}: {self._name(part)} {what}; get the model again.")
+    def _error(self, part: str, what: str, remedy: str = "get the model again") -> ModelError:
+        return ModelError(f"{self._stored.path}: {self._name(part)} {what}; {remedy}.")
 
     def _dims(self, part: str) -> tuple[str, ...]:
         """Zero points in a byte each, as early versions of compressed-tensors wrote them, are not packed."""
@@ -249,12 +257,16 @@ class FourBitWeight:
         """The group of each input."""
         inputs, number = self.shape[1], self._num_groups
         runs = torch.arange(inputs) // self._group_size
-        part = next((part for part in ("g_idx", "weight_g_idx") if part in self._found), None)
+        part = next((part for part in GROUP_OF_INPUT if part in self._found), None)
         if part is None:
             return runs
         found = self._stored.read(self._name(part)).long()
-        if not found.any() or bool((found == -1).all()):  # not filled by the tool
+        one = int(found[0]) if bool((found == found[0]).all()) else None
+        if one in (0, -1) and (number == 1 or not self._config.act_order):  # not filled by the tool
             return runs
+        if one is not None and number > 1 and one < number:
+            why = ORDERED if self._config.act_order else "inputs are to be in different ones"
+            raise self._error(part, f"names one group, {one}, of {number}, but {why}", AGAIN)
         if int(found.min()) < 0 or int(found.max()) >= number:
             raise self._error(part, f"has groups from {int(found.min())} to {int(found.max())}, there are {number}")
         return found
@@ -295,8 +307,8 @@ class FourBitWeight:
             q, zero = (unpack_rows(found[part].T, AWQ_ORDER) for part in ("qweight", "qzeros"))
             return q, found["scales"].T, zero
         if self._config.form == GPTQ:
-            zero = unpack_rows(found["qzeros"].T) + self._zero_step
-            return unpack_columns(found["qweight"].T), found["scales"].T, zero
+            zeros = found["qzeros"] + ONES if self._zeros_are_less else found["qzeros"]
+            return unpack_columns(found["qweight"].T), found["scales"].T, unpack_rows(zeros.T)
         scale, zero_point = found["weight_scale"], found.get("weight_zero_point")
         if zero_point is None:
             zero = torch.full(scale.shape, MIDDLE, dtype=torch.uint8)
@@ -307,12 +319,12 @@ class FourBitWeight:
         return unpack_columns(found["weight_packed"]), scale, zero
 
     @cached_property
-    def _zero_step(self) -> int:
-        """What GPTQ's stored zeros lack. By all of them, so that every rank finds the same."""
-        if not self._config.stored_zeros_are_less:
-            return 0
+    def _zeros_are_less(self) -> bool:
+        """Of GPTQ. By all of them, so that every rank finds the same."""
+        if not self._config.stored_zeros_are_less or not self._config.symmetric:
+            return self._config.stored_zeros_are_less
         stored = unpack_columns(self._stored.read(self._name("qzeros")))[:, : self.shape[0]]
-        return 0 if self._config.symmetric and bool((stored == MIDDLE).all()) else 1
+        return not bool((stored == MIDDLE).all())
 
 
 def _whole_words(cut: slice) -> slice:

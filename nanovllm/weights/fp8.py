@@ -20,9 +20,11 @@ import torch
 
 from nanovllm.errors import ModelError
 from nanovllm.hardware.parallel import Shard
+from nanovllm.quantization_config import REMEDY
 from nanovllm.weights.shards import PLAIN_DTYPES, Shards
 
 SCALES = ("weight_scale_inv", "weight_scale")
+BLOCK = 128  # rows and columns of a block of ops/fp8.py
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Fp8Blocks:
     scale: torch.Tensor  # [row blocks, column blocks], of those that q touches
     block: tuple[int, int]
     first: tuple[int, int] = (0, 0)  # row and column of the first block at which q begins
+    shard: Shard | None = None  # which piece of the weight it is
 
     def expanded(self) -> torch.Tensor:
         """float32"""
@@ -56,7 +59,7 @@ class Fp8Blocks:
         size, first = self.block[dim], shard.start // self.block[dim]
         scale = self.scale.narrow(dim, first, -(-stop // size) - first)
         q = self.q[start:stop] if dim == 0 else self.q[:, start:stop]
-        return Fp8Blocks(q, scale, self.block, (start % size, 0) if dim == 0 else (0, start % size))
+        return Fp8Blocks(q, scale, self.block, (start % size, 0) if dim == 0 else (0, start % size), shard)
 
 
 class Fp8Weight:
@@ -78,7 +81,8 @@ class Fp8Weight:
         if len(shape) != 2 or 0 in shape:
             raise ModelError(f"{stored.path}: {self._name} has shape {shape}, no matrix; get the model again.")
         if (dtype := stored.dtype(self._scale)) not in PLAIN_DTYPES:
-            raise ModelError(f"{stored.path}: {self._scale} is stored as {dtype}, not as {', '.join(PLAIN_DTYPES)}.")
+            known = ", ".join(PLAIN_DTYPES)
+            raise ModelError(f"{stored.path}: {self._scale} is stored as {dtype}, not as {known}; {REMEDY}.")
         rows, columns = shape
         if block is not None:
             wanted = [tuple(-(-size // part) for size, part in zip(shape, block))]
@@ -94,6 +98,11 @@ class Fp8Weight:
                 f"{' or '.join(map(str, wanted))}; get the model again."
             )
         return block
+
+    @property
+    def has_product(self) -> bool:
+        """Products take a scale of a row, or of a block of 128 x 128."""
+        return self.block[1] >= self.shape[1] or self.block == (BLOCK, BLOCK)
 
     def read(self, rows: slice | None = None, columns: slice | None = None) -> Fp8Blocks:
         scale = self._stored.read(self._scale).view(self._scales)

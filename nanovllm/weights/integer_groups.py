@@ -84,12 +84,12 @@ class IntegerGroups:
 
 def from_grouped(found: Grouped) -> IntegerGroups | str:
     """A reason where groups are no runs, also after sorting."""
-    inputs, group, q, order = len(found.group), found.group, found.q, None
+    if why := why_no_runs(found.group):
+        return f"expanded: {why}"
+    group, q, order = found.group, found.q, None
     if not found.is_in_order:
         order = torch.argsort(group, stable=True)
         group, q = group[order], q[:, order]
-    if not in_blocks(group):
-        return f"expanded: its groups of {inputs} inputs are no runs of whole blocks of {BLOCK}"
     runs = group[::BLOCK]
     size = int((runs == runs[0]).sum())  # blocks of the first group
     if torch.equal(runs, runs[0] + torch.arange(len(runs)) // size):
@@ -99,6 +99,15 @@ def from_grouped(found: Grouped) -> IntegerGroups | str:
     scale, zero = found.scale.float()[:, runs], found.zero.float()[:, runs]
     offset = None if bool((zero == MIDDLE).all()) else (MIDDLE - zero) * scale
     return IntegerGroups(4, size * BLOCK, q, scale, offset, order)
+
+
+def why_no_runs(group: torch.Tensor) -> str:
+    """Empty: sorted by group, inputs are runs of whole blocks."""
+    if len(group) % BLOCK:
+        return f"a row of {len(group)} is no multiple of {BLOCK}"
+    if in_blocks(group) or in_blocks(group.sort().values):  # most files are in order
+        return ""
+    return f"its groups of {int((group == group.min()).sum())} inputs cut blocks of {BLOCK}"
 
 
 def from_blocks(found: StoredBlocks) -> IntegerGroups:

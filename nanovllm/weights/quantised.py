@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from nanovllm.errors import ModelError
-from nanovllm.quantization_config import FP8, QuantizationConfig
+from nanovllm.quantization_config import FP8, REMEDY, QuantizationConfig
 from nanovllm.weights import four_bits, fp8
 from nanovllm.weights.four_bits import FourBitWeight, Grouped
 from nanovllm.weights.fp8 import Fp8Blocks, Fp8Weight
@@ -74,6 +74,9 @@ class QuantisedWeights(Mapping[str, QuantisedWeight]):
         if main not in self._stored:
             raise ModelError(f"{path}: {name} belongs to {main}, which is not there; get the model again.")
         if main.endswith(".weight") and (dtype := self._stored.dtype(main)) != "F8_E4M3":
+            if dtype.startswith("F8_"):  # as it was published
+                what = f"which is {dtype}: of 8-bit floats this engine reads F8_E4M3; {REMEDY}"
+                raise ModelError(f"{path}: {name} belongs to {main}, {what}.")
             raise ModelError(f"{path}: {name} belongs to {main}, which is {dtype}, not F8_E4M3; get the model again.")
 
     def names(self) -> list[str]:

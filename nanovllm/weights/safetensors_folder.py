@@ -1,5 +1,8 @@
 """A model folder in Hugging Face format: config.json, *.safetensors (one file, or shards with an index), tokenizer.
 
+Early AutoGPTQ and AutoAWQ wrote how weights are quantised into a file of its own, which is read where config.json says
+nothing of it.
+
 Weights may be absent: such a folder still serves dummy loading. A quantised weight is several tensors in the files;
 here it is one, `x.weight`, of numbers in float32, made when it is read (quantised.py).
 """
@@ -15,12 +18,15 @@ from typing import Any
 import torch
 
 from nanovllm.errors import ModelError
-from nanovllm.quantization_config import REMEDY, QuantizationConfig
+from nanovllm.quantization_config import AWQ, GPTQ, NAMES, REMEDY, SOURCE, QuantizationConfig
 from nanovllm.weights.four_bits import FourBitWeight
 from nanovllm.weights.fp8 import Fp8Weight
 from nanovllm.weights.gguf_quants import StoredBlocks
 from nanovllm.weights.quantised import PackedNumbers, QuantisedWeights
 from nanovllm.weights.shards import PLAIN_DTYPES, Location, Shards, read_json
+
+OLD_FILES = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ, and of AutoAWQ, which used the first too
+OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # AutoAWQ's
 
 
 class SafetensorsFolder:
@@ -53,8 +59,7 @@ class SafetensorsFolder:
         return self._shards.shape(name)
 
     def read(self, name: str) -> torch.Tensor:
-        packed = self.read_packed(name)
-        return self._shards.read(name) if packed is None else packed.expanded()
+        return self._quantised[name].read().expanded() if name in self._quantised else self._shards.read(name)
 
     def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         cut = [slice(0, size) for size in self.shape(name)]
@@ -64,7 +69,10 @@ class SafetensorsFolder:
         return self._shards.read(name, *cut)
 
     def read_packed(self, name: str) -> PackedNumbers | None:
-        return self._quantised[name].read() if name in self._quantised else None
+        weight = self._quantised.get(name)
+        if weight is None or (isinstance(weight, Fp8Weight) and not weight.has_product):
+            return None
+        return weight.read()
 
     def packed_forms(self) -> dict[str, str]:
         return {name: weight.form for name, weight in self._quantised.items()}
@@ -99,7 +107,8 @@ class SafetensorsFolder:
         return found
 
     def bytes_location(self, name: str) -> Location | None:
-        return self._shards.location(name) if isinstance(self._quantised.get(name), Fp8Weight) else None
+        weight = self._quantised.get(name)
+        return self._shards.location(name) if isinstance(weight, Fp8Weight) and weight.has_product else None
 
     def load_tokenizer(self) -> Any:
         return load_tokenizer(self.path)
@@ -111,10 +120,22 @@ class SafetensorsFolder:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if path.is_file():
-        return read_json(path)
+        config = read_json(path)
+        return config if any(config.get(name) for name in NAMES) else {**config, **_read_old_settings(folder)}
     gguf = sorted(file.name for file in folder.glob("*.gguf"))
     hint = f" Give one of its GGUF files instead: {', '.join(gguf)}." if gguf else ""
     raise ModelError(f"{path}: missing; a model folder needs one (Hugging Face format).{hint}")
+
+
+def _read_old_settings(folder: Path) -> dict[str, Any]:
+    """quantization_config; {} without. The method follows from the names: of GPTQ `bits`, of AWQ `w_bit`."""
+    file = next((file for file in OLD_FILES if (folder / file).is_file()), None)
+    found = {} if file is None else {key: value for key, value in read_json(folder / file).items() if value is not None}
+    if not found.keys() & {"bits", "w_bit"}:  # no such file, or one of another tool
+        return {}
+    method = AWQ if "w_bit" in found or file != OLD_FILES[0] else GPTQ
+    settings = {OLD_NAMES.get(key, key): value for key, value in found.items()}
+    return {NAMES[0]: {"quant_method": method, **settings, SOURCE: file}}
 
 
 def load_tokenizer(folder: Path) -> Any:

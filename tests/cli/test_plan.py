@@ -20,6 +20,7 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.memory.budget import GIB
 from nanovllm.memory.options import PlanOptions
 from tests.cli.runner import Run
+from tests.weights.quantised_samples import compressed_config
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "benchmarks/models"
@@ -110,6 +111,27 @@ def test_experts_in_8_bit_floats(run: Run, tmp_path: Path) -> None:
     assert stored["expert_bytes"] == 176_160_768 + 3 * 112 * 32 * 4
     assert "quantization" not in stored["settings"]
     assert plan_json(run, "--model", tmp_path, *CARD, "--quantization", "none")["expert_bytes"] == 352_321_536
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 93.6),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 352.3),
+        (compressed_config("pack-quantized", {**INT4, "actorder": "weight"}), 93.6),
+        (compressed_config("pack-quantized", {**INT4, "actorder": "group"}), 352.3),
+    ],
+)
+def test_experts_with_inputs_in_their_own_order_are_16_bits(
+    tmp_path: Path, config: dict[str, Any], size: float
+) -> None:
+    whole = json.loads((MIXTRAL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
+    found = make_estimate(PlanOptions(model=str(tmp_path), gpu_memory_gb=24, host_memory_gb=64))
+    assert found.model.expert_bytes / 1e6 == pytest.approx(size, rel=1e-3)
 
 
 def test_blocks_that_ranks_cut_are_16_bits(run: Run) -> None:
@@ -281,16 +303,19 @@ def test_the_table_of_the_docs_is_this_plan() -> None:
             assert text == " to ".join(f"{speed.tokens_per_second:.2f}" for speed in estimate.speeds(batch))
 
 
-def test_the_table_of_8_bit_floats_in_the_docs_is_this_plan() -> None:
+def test_the_table_of_number_formats_in_the_docs_is_this_plan() -> None:
     text = (ROOT / "docs/small-gpus.md").read_text(encoding="utf-8")
-    row = r"^\| (\d+) \| (\d+) \| (16 bits|FP8) \| (\d+) \+ (\d+) \| (\d+) / (\d+) \| (.+?) \| (.+?) \|$"
+    row = r"^\| (\d+) \| (\d+) \| (16 bits|FP8|4 bits) \| (\d+) \+ (\d+) \| (\d+) / (\d+) \| (.+?) \| (.+?) \|$"
     found = re.findall(row, text, re.M)
-    assert len(found) == 8
+    kinds = {
+        "16 bits": {"model": str(MIXTRAL)},
+        "FP8": {"model": str(MIXTRAL), "quantization": "fp8"},
+        "4 bits": {"model": str(MODELS / "mixtral-8x7b-awq")},
+    }
+    assert [sum(row[2] == kind for row in found) for kind in kinds] == [3, 5, 6]
     for card, host, kind, *counts, one, sixteen in found:
         sizes = {"gpu_memory_gb": int(card), "host_memory_gb": int(host), "max_model_len": 4096}
-        estimate = make_estimate(
-            PlanOptions(model=str(MIXTRAL), quantization="fp8" if kind == "FP8" else "none", **sizes)
-        )
+        estimate = make_estimate(PlanOptions(**kinds[kind], **sizes))
         tiers = estimate.tiers
         assert tiers is not None
         assert [int(n) for n in counts] == [

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanovllm.cli.plan import read_facts
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.memory.budget import GIB
 from nanovllm.moe.offload import store
@@ -23,7 +25,7 @@ from nanovllm.weights.checkpoint import open_checkpoint
 from tests.engine.test_experts8 import OPTIONS, expert_bytes, open_engine, run, scores
 from tests.moe.experts8 import FILES4, MODELS4, as_on_a_gpu, twin_ops
 from tests.tiny_models import Variant, hf_model
-from tests.weights.quantised_samples import gptq, write_folders
+from tests.weights.quantised_samples import Sample, compressed, gptq, write_folders
 from tests.weights.test_gguf_experts import SMALL, write_experts
 
 Folders = Callable[[str, str], tuple[Path, Path]]
@@ -143,10 +145,13 @@ def test_what_cannot_be_is_refused(folders: Folders, on_gpu: None, monkeypatch: 
         run(plain, quantization="int4")
 
 
+@pytest.mark.parametrize("write", [gptq, compressed])
 def test_experts_whose_inputs_are_in_another_order_are_expanded(
-    tmp_path: Path, on_gpu: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, on_gpu: None, caplog: pytest.LogCaptureFixture, write: Callable[..., Sample]
 ) -> None:
-    small, plain = write_folders(tmp_path, *MODELS4["mixtral"], gptq(32, True, act_order=True))
+    """As `nanovllm plan` counts them."""
+    small, plain = write_folders(tmp_path, *MODELS4["mixtral"], write(32, True, act_order=True))
+    assert read_facts(EngineConfig(model=str(small))).expert_numbers == ""
     with caplog.at_level(logging.INFO, logger="nanovllm"), open_engine(small) as llm:
         assert not [m for m in llm.engine.executor.runner.model.modules() if isinstance(m, ScaledExperts)]
     assert "experts are expanded: the file does not have all of them in integers" in caplog.text

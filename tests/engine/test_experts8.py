@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli.plan import read_facts
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import GIB
 from nanovllm.moe import scaled
@@ -25,7 +27,7 @@ from nanovllm.weights.expert_form import ExpertForm
 from tests.moe.experts8 import BLOCK_FILE, MODELS, ROW_FILE, as_on_a_gpu, twin_ops
 from tests.runner.test_relay import FIXTURE as TRAINED
 from tests.runner.test_relay import InSegments
-from tests.weights.quantised_samples import write_folders
+from tests.weights.quantised_samples import floats, write_folders
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -156,6 +158,44 @@ def test_dummy_weights(folders: Folders, on_gpu: None) -> None:
         qkv = llm.engine.executor.runner.model.layers[0].attention.qkv.weight
         assert qkv.scale[:-32].max() < 1e-3 / 400 < qkv.scale[-32:].min()
         assert not llm.generate(PROMPTS, PARAMS, use_tqdm=False)[0].error
+
+
+@pytest.mark.parametrize("form", ["blocks", "rows"])
+def test_dummy_weights_take_the_form_that_config_json_names(form: str, folders: Folders, on_gpu: None) -> None:
+    """So that the speed of a published file can be measured without it, and `nanovllm plan` tells its bytes."""
+    small, _ = folders("mixtral", form)
+    resident, _, _ = run(small, load_format="dummy")
+    offloaded, experts, _ = run(small, load_format="dummy", expert_placement="offload")
+    assert offloaded == resident
+    planned = read_facts(EngineConfig(model=str(small))).expert_bytes
+    assert (experts["expert_dtype"], experts["expert_bytes"]) == ("float8_e4m3fn", planned)
+    with open_engine(small, load_format="dummy") as made_up, open_engine(small) as stored:
+        forms = [llm.engine.describe()["runs_on"]["quantization"] for llm in (made_up, stored)]
+    assert forms == [{"rows": "FP8", "blocks": "FP8, float32"}[form]] * 2
+    with open_engine(small, load_format="dummy", quantization="none") as llm:
+        assert llm.engine.describe()["runs_on"]["quantization"] == "none"
+
+
+def test_blocks_that_no_product_takes_are_rounded_again_by_rows(
+    tmp_path: Path, on_gpu: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a model in 16 bits are. With `auto` they are expanded."""
+    sample = floats("block", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_scale_inv", (64, 64))
+    sizes = {**MODELS["mixtral"][1], "num_attention_heads": 8}  # all rows are longer than a block
+    small, plain = write_folders(tmp_path, "Mixtral", sizes, sample)
+    expected, _, _ = run(plain, quantization="fp8")
+    assert "rounds weights again" not in caplog.text
+    assert run(small, quantization="fp8")[0] == expected
+    assert "quantization='fp8' rounds weights again that the file has in FP8; 'auto' rounds nothing" in caplog.text
+    assert run(small, quantization="fp8", expert_placement="offload")[0] == expected
+    with open_engine(small, quantization="fp8") as llm:
+        assert llm.engine.describe()["runs_on"]["quantization"] == "FP8"
+    assert scores(run(small)[0]) == pytest.approx(scores(run(plain)[0]), abs=5e-4)
+    monkeypatch.setattr(store.logger, "level", logging.ERROR)
+    with pytest.raises(ConfigError, match=r"would be expanded.* from disk as they are needed; raise expert_host_gb"):
+        run(small, quantization="fp8", expert_placement="offload", expert_host_gb=0)
+    with pytest.raises(ConfigError, match=r"would be expanded.* from disk as they are needed; raise expert_host_gb"):
+        run(small, expert_placement="offload", expert_host_gb=0)
 
 
 @pytest.mark.parametrize("num_buffers", [4, 12, 40])

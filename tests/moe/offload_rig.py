@@ -137,7 +137,8 @@ class ReferenceFiles:
     def location(self, name: str) -> None:
         return None  # read through `read`, as what has another form
 
-    def read_packed(self, name: str) -> None: ...
+    def packed_forms(self) -> dict[str, str]:
+        return {}
 
     def read(self, name: str) -> torch.Tensor:
         self.num_reads += 1

@@ -4,6 +4,7 @@ models get them."""
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
 from nanovllm.hardware.parallel import Parallel
 from nanovllm.layers.build import Build
+from nanovllm.layers.integers import IntegerForm
 from nanovllm.layers.packed import count_weights, formats_of
 from nanovllm.layers.parted import PartedLoading
 from nanovllm.layers.scaled import Scales
@@ -30,10 +32,10 @@ from nanovllm.moe.scaled import expert_views, scaled_expert_targets
 from nanovllm.ops.opset import PLAIN
 from nanovllm.runner.quantization import choose_scales, report_experts, scaled_facts
 from nanovllm.weights.checkpoint import open_checkpoint
-from nanovllm.weights.expert_form import ExpertForm
+from nanovllm.weights.expert_form import ExpertForm, ExpertIntegers
 from nanovllm.weights.loader import load_weights
 from tests.moe.experts8 import BLOCK_FILE, MODELS, ROW_FILE, SIZES
-from tests.weights.quantised_samples import write_folders
+from tests.weights.quantised_samples import floats, write_folders
 
 CPU = torch.device("cpu")
 SAMPLES = {"blocks": (BLOCK_FILE, Scales(128, experts=True)), "rows": (ROW_FILE, Scales(0, experts=True))}
@@ -142,7 +144,7 @@ def test_sizes_are_known_before(tmp_path: Path, model: str, form: str) -> None:
         estimate = facts.dense_bytes + facts.all_experts_bytes
         assert num_bytes == pytest.approx(estimate, rel=0.05)
         assert num_bytes > estimate
-    assert formats_of(built) == ["FP8"]
+    assert formats_of(built) == (["FP8"] if form == "rows" else ["FP8", "float32"])
 
 
 def test_redundant_experts_are_copies_with_their_scales(tmp_path: Path) -> None:
@@ -177,17 +179,58 @@ def test_which_scales_a_mixture_of_experts_gets(tmp_path: Path, form: str) -> No
     assert quantised == Scales(0, quantises=True, experts=True)
     low_rank = choose(EngineConfig(model=str(small)), checkpoint=files, low_rank=True)
     assert low_rank == replace(scales, experts=False)
+    made_up = EngineConfig(model=str(small), load_format="dummy")
+    assert choose(made_up, checkpoint=files) == replace(scales, quantises=True)
+    assert choose(replace(made_up, quantization="none"), checkpoint=files) is None
+    assert choose(made_up, checkpoint=with_numbers) is None
+    row = Scales(0, quantises=True, experts=True)
+    assert choose(replace(made_up, quantization="fp8"), checkpoint=with_numbers) == row
     (small / "model.safetensors").unlink()  # config.json alone, as for `nanovllm plan`
-    assert choose(EngineConfig(model=str(small)), checkpoint=open_checkpoint(small)) == scales
+    alone = open_checkpoint(small)
+    assert choose(EngineConfig(model=str(small)), checkpoint=alone) == scales
+    assert choose(made_up, checkpoint=alone) == replace(scales, quantises=True)
 
 
-def test_why_experts_are_expanded_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    hf = {"architectures": ["MixtralForCausalLM"], "hidden_size": 256, "intermediate_size": 768, "vocab_size": 64}
+@pytest.mark.parametrize("wanted", ["auto", "fp8"])
+@pytest.mark.parametrize("has_files", [True, False])
+def test_blocks_of_other_sizes_get_scales_of_rows_where_that_is_asked_for(
+    tmp_path: Path, wanted: str, has_files: bool
+) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    small, _ = write_folders(tmp_path, *MODELS["mixtral"], floats("block", config, "weight_scale_inv", (64, 64)))
+    if not has_files:
+        (small / "model.safetensors").unlink()
+    files = open_checkpoint(small)
+    for load_format in ("auto", "dummy"):
+        options = EngineConfig(model=str(small), quantization=wanted, load_format=load_format)
+        found = choose_scales(options, ModelConfig.from_hf(files.config), files, True)
+        assert found == (None if wanted == "auto" else Scales(0, quantises=True, experts=True))
+
+
+INTS = IntegerForm(4, 64, experts=ExpertIntegers((4, 64), (4, 64)))
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "ranks", "said"),
+    [
+        (Scales(128, experts=True), 768, Parallel(0, 2), ""),
+        (Scales(0, experts=True), 768, Parallel(0, 4), ""),
+        (Scales(128, experts=True), 768, Parallel(0, 4), "4 ranks cut blocks of 128 .* size of 768; .*: [1, 2, 3, 6]"),
+        (Scales(128, experts=True), 136, Parallel(0, 2), "2 ranks cut blocks of 128 .* size of 136; .*: [1]"),
+        (Scales(128, experts=True), 136, Parallel(0, 2, expert_size=2), ""),
+        (INTS, 96, Parallel(0, 3), ""),
+        (INTS, 96, Parallel(0, 2), "2 ranks cut an intermediate size of 96 within 32 inputs; .*: [1, 3]"),
+        (INTS, 32, Parallel(0, 4, expert_size=2), "2 ranks cut .* size of 32 within 32 inputs; .*: [1]"),
+        (INTS, 96, Parallel(0, 2, expert_size=2), ""),
+    ],
+)
+def test_why_experts_are_expanded_is_logged(
+    form: Any, size: int, ranks: Parallel, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the numbers of ranks that do not; one never does."""
+    hf = {"architectures": ["MixtralForCausalLM"], "hidden_size": 256, "intermediate_size": size, "vocab_size": 64}
     hf |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-    model = ModelConfig.from_hf(hf)
     with caplog.at_level(logging.INFO, logger="nanovllm"):
-        report_experts(Scales(128, experts=True), model, Parallel(0, 2))
-        report_experts(Scales(0, experts=True), model, Parallel(0, 4))
-        assert not caplog.records
-        report_experts(Scales(128, experts=True), model, Parallel(0, 4))
-        assert "4 ranks cut blocks of 128 rows of an intermediate size of 768; these cut none: [1, 2, 3]" in caplog.text
+        report_experts(form, ModelConfig.from_hf(hf), ranks)
+    expected = said.replace("[", r"\[").replace("]", r"\]$")
+    assert re.search(f"experts are expanded: {expected}", caplog.text.strip()) if said else not caplog.records

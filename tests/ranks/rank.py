@@ -4,7 +4,8 @@ it saw of each as one line. Starting a process costs more than most jobs, so a g
     python rank.py RANK SIZE PORT
 
     {"do": "logits", "path": ...}                                  of a prompt, through its shards of the model
-    {"do": "greedy", "path": ..., "options": {...}, "batches": ..., "num_tokens": ...}     a whole executor's tokens
+    {"do": "greedy", "path": ..., "options": {...}, "batches": ..., "num_tokens": ...}     a whole executor's tokens;
+                                                                   "as_on_a_gpu": weights in the form they have there
     {"do": "spread", "expert_size": ..., "ids": ..., "dtype": ...}     spread experts against whole ones, one layer
     {"do": "move", "expert_size": ..., "num_redundant": ...}       experts between ranks, to random places
     {"do": "beside", "late": ...}                                  the same, while one rank is some launches behind
@@ -20,6 +21,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -41,12 +43,14 @@ from nanovllm.moe.rebalance import BESIDE, Balancer, add_places
 from nanovllm.moe.resident import ResidentExperts
 from nanovllm.ops.opset import PLAIN
 from nanovllm.ranks.local import LocalExecutor
+from nanovllm.runner import build as runner_build
 from nanovllm.runner.kv_cache import CacheLayout, allocate
 from nanovllm.runner.limits import StepLimits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.plan import Arrival, PlanEntry, StepPlan
 from nanovllm.weights.checkpoint import open_checkpoint
 from nanovllm.weights.loader import load_weights
+from tests.moe.experts8 import as_on_a_gpu, twin_ops
 from tests.runner.test_relay import InSegments
 
 CPU = Device(torch.device("cpu"))
@@ -141,6 +145,10 @@ def decode(executor: LocalExecutor, prompts: list[list[int]], num_tokens: int, b
 
 
 def greedy(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
+    if job.get("as_on_a_gpu"):
+        ops, patched = twin_ops(), {"choose_scales": as_on_a_gpu, "choose_packing": lambda *_: None}
+        with patch.multiple(runner_build, choose_ops=lambda *_: ops, **patched):
+            return greedy({**job, "as_on_a_gpu": False}, parallel)
     config = EngineConfig(
         model=job["path"],
         device="cpu",
@@ -168,6 +176,7 @@ def greedy(job: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
             "bytes_later": reads.num_bytes - at_start,
             "num_parameters": executor.num_parameters,
             "describe": executor.describe().get("experts"),
+            "quantization": executor.describe()["quantization"],
             "load": executor.expert_load(),  # zeros, unless it was counted all the time
             "moved": None if executor.balancer is None else executor.balancer.num_moved,
             "stats": None if stats is None else [stats.hits, stats.misses, stats.computed_on_cpu, stats.bytes_copied],

@@ -35,9 +35,11 @@ from nanovllm.runner.expert_memory import check_expert_ranks
 from nanovllm.runner.kv_cache import block_bytes
 from nanovllm.weights.checkpoint import open_checkpoint
 from tests.lowrank.svd_folders import Choice, copy_model, write_svd
+from tests.moe.experts8 import FILES4, MODELS4
 from tests.ranks.group import RankGroup
 from tests.ranks.rank import greedy
 from tests.tiny_models import TinyModel, random_prompts
+from tests.weights.quantised_samples import write_folders
 
 Tiny = Callable[[str], TinyModel]
 Ranks = Callable[[int], RankGroup]
@@ -300,6 +302,20 @@ def test_low_rank_experts_move_too(low_rank: Callable[[str], Path], ranks: Ranks
     options = {"expert_parallel_size": 2, "num_redundant_experts": 4, **EPLB}
     said = agree(ranks(2).do(options=options, **job))
     assert said["tokens"] == alone["tokens"]
+    assert said["moved"] > 0
+
+
+@pytest.mark.parametrize(("quantization", "form"), [("auto", "int4-32"), ("int8", "int8-32"), ("fp8", "FP8")])
+def test_experts_in_fewer_bits_move_too(tmp_path: Path, ranks: Ranks, quantization: str, form: str) -> None:
+    """Those of an AWQ file, and those of 16 bits that are quantised while they are loaded."""
+    awq, plain = write_folders(tmp_path, *MODELS4["mixtral"], FILES4["awq"])
+    path, prompts = awq if quantization == "auto" else plain, random_prompts((1, 2, 16, 33))
+    job = {"do": "greedy", "path": str(path), "batches": [prompts], "num_tokens": NUM_TOKENS, "as_on_a_gpu": True}
+    options = {"attn_backend": "sdpa", "quantization": quantization, "expert_parallel_size": 2}
+    resting = agree(ranks(2).do(options=options, **job))
+    said = agree(ranks(2).do(options={**options, "num_redundant_experts": 2, **EPLB}, **job))
+    assert form in said["quantization"]
+    assert said["tokens"] == resting["tokens"]
     assert said["moved"] > 0
 
 

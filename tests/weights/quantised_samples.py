@@ -148,6 +148,7 @@ def compressed(group: int | None, symmetric: bool, act_order: bool = False, dtyp
 
     weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "group_size": group}
     weights["strategy"] = "channel" if group is None else "group"
+    weights["actorder"] = "group" if act_order else None
     return Sample(pack, compressed_config("pack-quantized", weights, ignore=["re:.*lm_head"]))
 
 

@@ -20,6 +20,7 @@ from nanovllm.layers.build import Build
 from nanovllm.layers.integers import IntegerForm, IntegerWeight, expect_types
 from nanovllm.layers.packed import count_weights, formats_of
 from nanovllm.layers.parted import PartedLoading, check_products, parted_weights
+from nanovllm.layers.scaled import Scales
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import find_family
@@ -116,11 +117,9 @@ def test_groups_that_are_no_runs() -> None:
     assert isinstance(found, IntegerGroups)
     assert found.order is not None
     torch.testing.assert_close(found.expanded(), shuffled.expanded())
-    assert (
-        from_grouped(grouped(4, torch.arange(96) // 48))
-        == "expanded: its groups of 96 inputs are no runs of whole blocks of 32"
-    )
-    assert isinstance(from_grouped(grouped(4, torch.arange(72) // 36)), str)
+    assert from_grouped(grouped(4, torch.arange(96) // 48)) == "expanded: its groups of 48 inputs cut blocks of 32"
+    assert from_grouped(grouped(4, torch.arange(72) // 36)) == "expanded: a row of 72 is no multiple of 32"
+    assert from_grouped(grouped(4, torch.zeros(40, dtype=torch.long))) == "expanded: a row of 40 is no multiple of 32"
 
 
 # ---- a weight of several parts -------------------------------------------------------------------------------------
@@ -313,6 +312,41 @@ def test_ranks_cut_groups_at_borders_of_32(tmp_path: Path, name: str) -> None:
             assert (each.plain is None) == (name != "gptq-act-order" or not is_row), place
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("awq", 6, ""),
+        ("awq", 4, "4 ranks cut 192 inputs within 32 of them; numbers of ranks that do not: [1, 2, 3, 6]"),
+        ("awq", 12, "12 ranks cut 192 inputs within 32 of them; numbers of ranks that do not: [1, 2, 3, 6]"),
+        ("gptq", 3, ""),
+        (
+            "gptq-act-order",
+            2,
+            "2 ranks cut 192 inputs that are in an order of their own (act-order); one rank does not",
+        ),
+        ("groups of 48", 2, "its groups of 48 inputs cut blocks of 32"),
+        ("Q4_0", 4, "4 ranks cut 192 inputs within 32 of them; numbers of ranks that do not: [1, 2, 3, 6]"),
+    ],
+)
+def test_why_ranks_expand_a_matrix_is_logged(
+    tmp_path: Path, name: str, size: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the numbers of ranks that keep it."""
+    sizes = {**SIZES, "num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 192, "head_dim": 16}
+    if name == "Q4_0":
+        state = hf_model(Variant("Llama", sizes), 0).state_dict()
+        heads = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 16}
+        path = write_model(tmp_path / "m.gguf", "llama", state, **heads, types={"proj": name})
+        form = choose(path)
+    else:
+        sample, form = FORMATS[name] if name in FORMATS else (awq(48), IntegerForm(4, 48))
+        path, _ = write_folders(tmp_path, "Llama", sizes, sample)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        found = model_of(path, form, Parallel(1, size))
+    assert (f"more: expanded: {said}" in caplog.text) == bool(said), caplog.text
+    assert (parted_weights(found)["layers.0.mlp.down.weight"].plain is not None) == bool(said)
+
+
 @pytest.mark.parametrize(("form", "name"), [((4, 32), "int4-32"), ((4, 64), "int4-64"), ((8, 32), "int8-32")])
 def test_bytes_are_known_before(tmp_path: Path, form: tuple[Any, ...], name: str) -> None:
     """Of a model in 16 bits beside them, as on a GPU (memory/facts.py)."""
@@ -345,6 +379,10 @@ def test_what_is_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert again.quantises  # as on a CPU: all is rounded anew
     report_stored(open_checkpoint(quantised), None, again, torch.bfloat16, False)
     assert "quantization='int4' rounds weights again that the file has in AWQ; 'auto' rounds nothing" in caplog.text
+    floats = choose(quantised, quantization="fp8")
+    assert floats == Scales(0, quantises=True)
+    report_stored(open_checkpoint(quantised), None, floats, torch.bfloat16, False)
+    assert "quantization='fp8' rounds weights again that the file has in AWQ; 'auto' rounds nothing" in caplog.text
     moe = hf_model(Variant("Mixtral", {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}), 0)
     moe.save_pretrained(tmp_path / "moe")
     assert choose(tmp_path / "moe", quantization="int4").experts == ExpertIntegers((4, 32), (4, 32))

@@ -243,11 +243,19 @@ def test_experts_are_quantised_and_routers_are_not(make_llm: MakeLLM, folder: Ca
 # ---- where it is not possible ----------------------------------------------------------------------------
 
 
-def test_what_was_asked_for_and_cannot_be_is_refused_with_the_remedy(make_llm: MakeLLM) -> None:
+def test_what_was_asked_for_and_cannot_be_is_refused_with_the_remedy(
+    make_llm: MakeLLM, gguf_file: Callable[..., Path]
+) -> None:
     with pytest.raises(ConfigError, match=r"quantization='int8': .* compute in float32; leave dtype out"):
         make_llm(quantization="int8", dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"enable_eplb=True: .* quantization='int8'"):
-        EngineConfig(quantization="int8", enable_eplb=True, tensor_parallel_size=2, expert_parallel_size=2)
+    moving = EngineConfig(quantization="int8", enable_eplb=True, tensor_parallel_size=2, expert_parallel_size=2)
+    checkpoint = open_checkpoint(gguf_file(tied=True))
+    with pytest.raises(
+        ConfigError, match=r"quantization='int8': on a CPU experts .* of dtype; leave enable_eplb out, or"
+    ):
+        quantization.choose_packing(moving, checkpoint, False, opset.native_ops())
+    assert quantization.choose_packing(moving, checkpoint, True, opset.PLAIN) is None, "there they move as blocks"
+    checkpoint.close()
 
 
 def test_on_a_gpu_other_kernels_decide(gguf_file: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:

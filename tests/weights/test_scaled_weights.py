@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import EngineConfig
@@ -97,6 +98,29 @@ def test_a_ranks_part_is_a_slice_of_the_whole(block: tuple[int, int], dim: int, 
     assert torch.equal(found.expanded(), whole.expanded().narrow(dim, start, length))
 
 
+@pytest.mark.parametrize(
+    ("rows", "ranks", "dim", "said"),
+    [
+        ((512, 256), 2, 0, ""),
+        ((512, 256), 3, 0, "3 ranks cut 512 + 256 rows within blocks of 128; numbers of ranks that do not: [1, 2]"),
+        ((512, 256), 4, 0, "4 ranks cut 512 + 256 rows within blocks of 128; numbers of ranks that do not: [1, 2]"),
+        ((256,), 3, 1, ""),
+        ((256,), 2, 1, "2 ranks cut 384 inputs within blocks of 128; numbers of ranks that do not: [1, 3]"),
+        ((256,), 4, 1, "4 ranks cut 384 inputs within blocks of 128; numbers of ranks that do not: [1, 3]"),
+        ((200, 256), 1, 0, "its parts, of [200, 256] rows, do not begin and end where blocks of 128 x 128 do"),
+        ((200, 256), 2, 0, "its parts, of [100, 128] rows, do not begin and end where blocks of 128 x 128 do"),
+    ],
+)
+def test_why_a_matrix_in_blocks_is_expanded(rows: tuple[int, ...], ranks: int, dim: int, said: str) -> None:
+    shards = [Shard(dim, total // ranks, total // ranks, total) for total in (rows if dim == 0 else (384,))]
+    if ranks == 1:
+        shards = [Shard(0, 0, total, total) for total in rows]
+    parts = [blocks(n, 384, (128, 128)).cut(shard) for n, shard in zip(rows, shards)]
+    found = weight({str(i): len(part.q) for i, part in enumerate(parts)}, parts[0].q.shape[1], Scales(128))
+    assert [found.put(str(i), part) for i, part in enumerate(parts)][-1] == (not said)
+    assert found.why == (f"expanded: {said}" if said else "")
+
+
 @pytest.mark.parametrize("block", [(256, 384), (1, 384)])
 def test_every_ranks_columns_keep_the_scales_of_their_rows(block: tuple[int, int]) -> None:
     whole = blocks(256, 384, block)
@@ -142,24 +166,59 @@ def test_dummy_weights_are_quantised(tmp_path: Path) -> None:
     assert all(each.plain is None and each.q.float().abs().max() == 448 for each in parted_weights(model).values())
 
 
+class NoRuntimeError(Exception):
+    """As Triton's errors."""
+
+
 @pytest.mark.parametrize("name", ["row", "block"])
-@pytest.mark.parametrize("fault", [False, True])
-def test_a_wrong_product_expands_all(tmp_path: Path, name: str, fault: bool) -> None:
-    """Inputs of many rows in 8 bits are not a fault."""
+@pytest.mark.parametrize("fault", ["", "is wrong by", "does not run: out of resource"])
+def test_a_wrong_product_expands_all(tmp_path: Path, name: str, fault: str) -> None:
+    """Inputs in 8 bits, with a scale for a row or for each 128 of them, are not a fault."""
     sample, scales = FORMATS[name]
     path = write_folders(tmp_path, "Llama", SIZES, sample)[0]
     model, before = model_of(path, scales), model_of(path, scales)
 
     def linear(x: torch.Tensor, weight: Any) -> torch.Tensor:
-        q, scale = fp8.quantise(x, 0)
-        rounded = fp8.expand(q, scale[:, 0], x.dtype) if len(x) > 32 else x
-        return fp8.scaled_linear(rounded, weight) * (1.2 if fault and len(x) == 40 else 1)
+        if fault.startswith("does") and len(x) == 41:
+            raise NoRuntimeError("out of resource: shared memory")
+        groups = F.pad(x, (0, -x.shape[1] % 128 if weight.block else 0))
+        q, scale = fp8.quantise(groups, weight.block)
+        rounded = (q.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)[:, : x.shape[1]]
+        return fp8.scaled_linear(rounded.to(x.dtype), weight) * (1.03 if fault and len(x) == 41 else 1)
 
     why = check_products(model, linear)
-    assert ("a product of 40 rows with FP8 is wrong by" in why) == fault == bool(why)
+    assert (f"a product of 41 rows with FP8 {fault}" in why) == bool(fault) == bool(why)
     for found, expected in zip(parted_weights(model).values(), parted_weights(before).values()):
         assert (found.plain is None) == (expected.plain is None and not fault)
         assert torch.equal(numbers(found), numbers(expected))
+
+
+def test_what_was_expanded_is_not_called_8_bits(tmp_path: Path) -> None:
+    sample, scales = FORMATS["row"]
+    model = model_of(write_folders(tmp_path, "Llama", SIZES, sample)[0], scales)
+    weights = list(parted_weights(model).values())
+    assert {each.label for each in weights} == {"FP8"}
+    weights[0].give_up()
+    assert [each.label for each in weights[:2]] == ["float32", "FP8"]
+
+
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("first", [0, 100, 128, 250])
+def test_rows_are_drawn_anew(block: int, first: int) -> None:
+    """Of made-up weights; those before them in their block stay what they are, to rounding."""
+    found, whole = weight({"": 300}, 200, Scales(block, quantises=True)), torch.randn(300, 200)
+    assert found.put("", whole)
+    drawn = 2 * torch.randn(300 - first, 200)
+    found.set_rows(first, drawn)
+    expected = torch.cat((whole[:first], drawn))
+    torch.testing.assert_close(found.expanded(), expected, rtol=0.15, atol=0.02)
+    if first >= 128:
+        assert torch.equal(found.expanded()[:128], expand_rounded(whole[:128], block))
+
+
+def expand_rounded(x: torch.Tensor, block: int) -> torch.Tensor:
+    q, scale = fp8.quantise_blocks(x) if block else fp8.quantise(x, 0)
+    return fp8.expand(q, scale if block else scale[:, 0], x.dtype)
 
 
 @pytest.mark.parametrize("name", FORMATS)

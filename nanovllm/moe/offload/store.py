@@ -27,7 +27,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from nanovllm.layers.integers import IntegerTarget
 from nanovllm.memory.budget import GIB, fit_host, gib
 from nanovllm.moe.integers import integer_parts, pack_part
 from nanovllm.moe.offload.shape import ExpertShape
-from nanovllm.moe.scaled import by_part, part_target, put_scales, quantise_rows, scale_views, whole_shape
+from nanovllm.moe.scaled import by_part, part_target, put_scales, quantise, scale_views, whole_shape
 from nanovllm.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.weights.fp8 import Fp8Blocks
 from nanovllm.weights.loader import LoadTarget, OnDisk, PackedTarget, ShardTarget, as_target
@@ -212,7 +212,7 @@ class ExpertStore:
             return
         location = self._checkpoint.bytes_location(name) if self.shape.is_scaled else None
         location = location or self._checkpoint.location(name)
-        if location is None and self._checkpoint.read_packed(name) is not None:
+        if location is None and name in self._quantised:
             raise ConfigError(
                 f"{self._checkpoint.path}: {name} is quantised and would be expanded, and such experts cannot be read "
                 "from disk as they are needed; raise expert_host_gb until all fit, or leave quantization out"
@@ -227,6 +227,11 @@ class ExpertStore:
             self._raw = self._raw if len(self._raw) >= size else torch.empty(size, dtype=torch.uint8)
         if self.shape.is_scaled:
             self._remember_scales(key, part, name)
+
+    @cached_property
+    def _quantised(self) -> frozenset[str]:
+        """Tensors of the files."""
+        return frozenset() if self._checkpoint is None else frozenset(self._checkpoint.packed_forms())
 
     def _remember_scales(self, key: tuple[int, int], part: str, name: str) -> None:
         assert self._checkpoint is not None
@@ -365,7 +370,7 @@ class ExpertStore:
         self._read_stored(part, part.source, 0, found)
         q = torch.empty(part.rows, part.columns, dtype=torch.float8_e4m3fn)
         scale = torch.empty(part.rows) if scale is None else scale
-        quantise_rows(found.view(q.shape), q, scale, self._device)
+        quantise(found.view(q.shape), q, scale, self._device)
         return q.view(torch.uint8).flatten()
 
     def _pread(self, location: Location, offset: int, view: memoryview) -> None:
