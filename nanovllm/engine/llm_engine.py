@@ -308,7 +308,7 @@ class LLMEngine:
         for moved in progress:
             request, completion = self._by_seq[moved.seq.seq_id]
             request.metrics.first_token_time = request.metrics.first_token_time or now
-            request.metrics.add_drafts(*moved.drafts)
+            request.metrics.add_drafts(*moved.drafts[:2])
             if moved.logprobs:
                 request.add_logprobs(completion, moved.logprobs)
         self.stats.count(plan, progress, now - started)

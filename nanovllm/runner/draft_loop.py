@@ -251,7 +251,7 @@ class _DraftVisit:
         self._samples: list[np.ndarray] = []  # [entries * rows of each, steps]
         self._tokens: list[list[int]] = [[] for _ in plan.entries]  # that are kept
         self._places: list[list[tuple[int, int]]] = [[] for _ in plan.entries]  # (row of the entry, step) of each
-        self._num_guessed = np.zeros(len(plan.entries), np.int64)
+        self._num_guessed, self._num_drafts = np.zeros((2, len(plan.entries)), np.int64)  # tokens; steps with any
 
     def replay(self) -> None:
         for _ in range(self._plan.num_steps):
@@ -287,7 +287,9 @@ class _DraftVisit:
         if scores is not None:
             first = range(0, len(scores), self._per_entry)
             logprobs = [[scores[i + at][step] for at, step in places] for i, places in zip(first, self._places)]
-        return StepResult(self._tokens, logprobs, num_drafted=self._num_guessed.tolist())
+        return StepResult(
+            self._tokens, logprobs, num_drafted=self._num_guessed.tolist(), num_drafts=self._num_drafts.tolist()
+        )
 
     def _report(self, out: StepOutput) -> None:
         rows = self._state.rows
@@ -312,6 +314,7 @@ class _DraftVisit:
             by_entry[np.arange(self._per_entry)[None, :, None] >= kept[:, None, :]] = 0  # dropped, or never drawn
             self._samples.append(samples)
             self._num_guessed += guessed.sum(1)
+            self._num_drafts += (guessed > 0).sum(1)
             for i, entry in enumerate(self._plan.entries):
                 places = [(at, step) for step in range(kept.shape[1]) for at in range(kept[i, step])]
                 tokens = [int(by_entry[i, at, step]) for at, step in places]

@@ -34,7 +34,7 @@ def verify(plan: StepPlan, batch: InputBatch, drafter: Drafter, call: Call) -> S
     """`call` computes one token of each entry, and draws the token after it."""
     tokens: list[list[int]] = [[] for _ in plan.entries]
     logprobs: list[list[Any]] = [[] for _ in plan.entries]
-    num_drafted = [0] * len(plan.entries)
+    num_drafted, num_drafts = [0] * len(plan.entries), [0] * len(plan.entries)
     for _ in range(plan.num_steps):
         guesses = drafter.propose_all(batch, plan.entries, plan.num_drafts)
         drafts = [_allowed(entry, batch, draft) for entry, draft in zip(plan.entries, guesses)]
@@ -47,8 +47,9 @@ def verify(plan: StepPlan, batch: InputBatch, drafter: Drafter, call: Call) -> S
             tokens[i] += own[:count]
             logprobs[i] += drawn.logprobs[first : first + count]
             num_drafted[i] += len(draft)
+            num_drafts[i] += len(draft) > 0
             first += len(own)
-    return StepResult(tokens, logprobs, num_drafted=num_drafted)
+    return StepResult(tokens, logprobs, num_drafted=num_drafted, num_drafts=num_drafts)
 
 
 def _allowed(entry: PlanEntry, batch: InputBatch, draft: np.ndarray) -> np.ndarray:

@@ -239,15 +239,15 @@ class Drafts:
         facts = len(running), self._room_for(running), _youngest(running)
         return self._length_for(running).next(*facts)[0] > 0
 
-    def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int]:
-        """(guesses that were verified, those that were right) of a row of the result. Where a stop has cut its tokens,
-        the same share of both."""
+    def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int, int]:
+        """Progress.drafts of a row of the result. Where a stop has cut its tokens, the same share of all."""
         num_drafted = result.num_drafted[row] if result.num_drafted else 0
         if not num_drafted:
-            return 0, 0
-        num_tokens = len(result.token_ids[row])
-        num_right = num_tokens - plan.num_steps
-        return num_drafted * num_kept // num_tokens, num_right * num_kept // num_tokens
+            return 0, 0, 0
+        num_tokens, num_steps = len(result.token_ids[row]), result.num_drafts[row] if result.num_drafts else 0
+        found = num_drafted, num_tokens - plan.num_steps, num_steps
+        guessed, right, steps = (number * num_kept // num_tokens for number in found)
+        return guessed, right, steps
 
     def record(self, plan: StepPlan, result: StepResult, seqs: Iterable[Sequence], now: float) -> None:
         """`seqs`: of the plan. `now`: its end. One that only goes on with its sequences took all the time since the one

@@ -62,11 +62,11 @@ class StepPlan:
 class StepResult:
     """What the runner computed. token_ids[i], of the i-th entry that samples, has num_steps tokens and right guesses.
 
-    `logprobs` (per sampling entry, per token) and `prompt_logprobs` (per seq_id, for the positions
-    just fed) are opaque to the scheduler: they pass through to the output.
+    `logprobs` (per sampling entry, per token) and `prompt_logprobs` (per seq_id, of what was fed) only pass through.
     """
 
     token_ids: list[list[int]]
     logprobs: list[list[Any]] | None = None
     prompt_logprobs: dict[int, list[Any]] = field(default_factory=dict)
     num_drafted: list[int] | None = None  # guessed tokens that were verified, by sampling entry
+    num_drafts: list[int] | None = None  # in so many steps

@@ -50,7 +50,7 @@ class Progress:
     seq: Sequence
     token_ids: list[int]  # newly accepted
     logprobs: list[Any] | None = None
-    drafts: tuple[int, int] = (0, 0)  # guesses that were verified, and those that were right
+    drafts: tuple[int, int, int] = (0, 0, 0)  # guesses that were verified, those that were right, in how many steps
 
 
 @dataclass

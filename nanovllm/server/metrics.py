@@ -92,6 +92,7 @@ class EngineCollector:
         if scheduler.limits.num_drafts:
             stats = self._engine.engine.stats
             counters |= {
+                "spec_decode_num_drafts": ("Steps of a sequence in which tokens were guessed", stats.num_drafts),
                 "spec_decode_num_draft_tokens": ("Tokens that were guessed and verified", stats.num_drafted),
                 "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", stats.num_accepted),
             }

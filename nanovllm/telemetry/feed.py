@@ -308,7 +308,7 @@ class Feed:
         num_free: int,
     ) -> dict[str, Any]:
         self._running.difference_update(seq_id for seq_id, _ in pairs)
-        drafts = [(moved.seq.seq_id, *moved.drafts) for moved in progress if moved.drafts[0]]
+        drafts = [(moved.seq.seq_id, *moved.drafts[:2]) for moved in progress if moved.drafts[0]]
         return {
             "step": step_id,
             "ms": round(1e3 * seconds, 3),

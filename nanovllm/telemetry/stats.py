@@ -20,6 +20,7 @@ class StepStats:
     decode_tokens: int = 0  # generated in those
     num_drafted: int = 0  # tokens that were guessed and verified (speculation)
     num_accepted: int = 0  # and were right
+    num_drafts: int = 0  # steps of a sequence in which any were guessed
     peak_waste: float = 1.0  # slots of blocks in use / tokens held, when most blocks were in use
     peak_blocks: int = 0
 
@@ -39,6 +40,7 @@ class StepStats:
         if plan.num_drafts:
             self.num_drafted += sum(moved.drafts[0] for moved in progress)
             self.num_accepted += sum(moved.drafts[1] for moved in progress)
+            self.num_drafts += sum(moved.drafts[2] for moved in progress)
         if plan.is_decode_only:
             self.decode_seconds += seconds
             self.decode_tokens += generated

@@ -105,6 +105,7 @@ def test_the_output_is_that_without_drafts(make_llm: MakeLLM, llama: TinyModel, 
     near(got, wanted)
     stats = llm.engine.stats
     assert 0 < stats.num_accepted < stats.num_drafted
+    assert stats.num_drafted / 4 <= stats.num_drafts < stats.num_drafted
     assert sum(out.metrics.num_accepted for out in got) == stats.num_accepted
     assert llm.engine.scheduler.blocks.num_used == 0
     near(answers(llm, prompts, params), wanted)  # what is in the prefix cache now is right

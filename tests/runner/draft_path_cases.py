@@ -101,6 +101,7 @@ def test_guesses_change_nothing(
         assert tokens(one) == tokens(other), request
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3), request
     assert 0 < stats.num_accepted <= stats.num_drafted
+    assert 0 < stats.num_drafts <= stats.num_drafted
     assert has_form or (stats.num_accepted > 0.9 * stats.num_drafted) == (draft is not None)
     assert sum(out.metrics.num_accepted for out in device) == stats.num_accepted
     if name == "llama-mqa-bias" and draft is None:

@@ -66,6 +66,9 @@ def test_guesses_are_counted_where_there_are_any(fresh: Running, llama: TinyMode
         found, stats = read(server), server.engine.stats
     assert found["vllm:spec_decode_num_draft_tokens_total"] == stats.num_drafted > stats.num_accepted
     assert found["vllm:spec_decode_num_accepted_tokens_total"] == stats.num_accepted > 0
+    drafts = found["vllm:spec_decode_num_drafts_total"]
+    assert drafts == stats.num_drafts
+    assert stats.num_drafted / 4 <= drafts <= stats.num_drafted
     assert found["vllm:generation_tokens_total"] == 40
 
 
