@@ -63,7 +63,7 @@ class Expanded:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankPart:
     """What a file has of this rank's rows, and which columns of them are this rank's; None: all."""
 
     rows: Grouped | StoredBlocks
@@ -115,9 +115,9 @@ class IntegerTarget(PackedTarget):
             columns = self.shard
         found: Any = None
         if isinstance(packed, Grouped):
-            found = Piece(packed.narrow(rows, slice(None)), columns)
+            found = RankPart(packed.narrow(rows, slice(None)), columns)
         elif blocks is not None:
-            found = Piece(replace(blocks, raw=blocks.raw[rows]), columns)
+            found = RankPart(replace(blocks, raw=blocks.raw[rows]), columns)
         if found is None:
             super().fill(name, checkpoint)
         else:
@@ -125,9 +125,9 @@ class IntegerTarget(PackedTarget):
 
 
 def as_groups(found: Any, quantise: tuple[int, int] | None, device: torch.device) -> IntegerGroups | Expanded:
-    """Of a Piece or a tensor of floats; on the device. `quantise`: floats to so many bits, in groups of so many inputs;
-    None: they stay."""
-    if isinstance(found, Piece):
+    """Of a RankPart or a tensor of floats; on the device. `quantise`: floats to so many bits, in groups of so many
+    inputs; None: they stay."""
+    if isinstance(found, RankPart):
         found = found.groups(device)
     elif isinstance(found, torch.Tensor):
         columns = found.shape[1]
