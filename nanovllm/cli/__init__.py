@@ -283,6 +283,10 @@ for commands in (app, bench, compress, trace):
 
 
 def main() -> None:
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (closed by whoever started this)
+    if sys.stdout is None:
+        note("standard output is closed: what is printed there is lost")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a terminal that cannot show a character must not end the answer
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]

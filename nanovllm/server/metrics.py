@@ -171,8 +171,9 @@ class RequestClock:
         if delta.finished:
             self._finish(delta, now)
 
-    def abort(self) -> None:
-        self._metrics.count_end("abort")
+    def cut(self, reason: str) -> None:
+        """It ended without its last delta."""
+        self._metrics.count_end(reason)
 
     def _finish(self, delta: RequestDelta, now: float) -> None:
         metrics, times = self._metrics, delta.metrics

@@ -185,4 +185,6 @@ def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], Non
             say(f"page: {url}/{'' if options.events else ' (--events lets it show the engine at work)'}")
             server.run(sockets=[listener])
     answered = f"{service.num_cut} requests were cut off" if service.num_cut else "all requests are answered"
+    if service.engine.failure is not None:
+        answered = "the engine had failed, what ran then has ended with an error"
     say(f"{answered}, the engine is closed")

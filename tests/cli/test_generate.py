@@ -214,3 +214,11 @@ def test_a_full_disk_is_one_line(llama: TinyModel) -> None:
     assert done.returncode == 2
     assert "error: [Errno 28]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_traceback(closed: str) -> None:
+    command = f"{sys.executable} -m nanovllm --version {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ("standard output is closed: what is printed there is lost\n" if closed == ">&-" else "")

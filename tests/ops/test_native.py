@@ -312,3 +312,17 @@ def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [p.name for p in (tmp_path / "native").iterdir()] == [first.name]
     finally:
         build.load_library.cache_clear()
+
+
+@needs_compiler
+def test_a_full_disk_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("cc: error: writing to /x.o: No space left on device")
+
+    monkeypatch.setattr(build, "_load", full)
+    build.load_library.cache_clear()
+    found = build.load_library()
+    build.load_library.cache_clear()
+    assert isinstance(found, str)
+    assert "or set NANOVLLM_CACHE to a folder elsewhere" in found
+    assert "CC" not in found.replace("NANOVLLM_CACHE", "")

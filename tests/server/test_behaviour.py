@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -302,6 +303,8 @@ def test_a_rank_that_is_lost(
         assert (later.status_code, later.json()["error"]["code"]) == (503, "engine_failed")
         assert "rank" not in later.text
         assert server.service.num_admitted == 0
+        ends = dict(re.findall(r'request_success_total{.*finished_reason="(.*?)".*} (.*)', http.get("/metrics").text))
+        assert (float(ends["error"]), float(ends["abort"])) == (busy, 0), "no client has left"
     assert not Path(f"/proc/{worker}").exists()
 
 

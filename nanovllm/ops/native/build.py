@@ -8,6 +8,7 @@ processes at once, a killed one, or a home folder shared by different machines d
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -58,7 +59,10 @@ def load_library() -> ctypes.CDLL | str:
         except CannotWrite as error:
             reason = f"{error}; set NANOVLLM_CACHE to a folder that can"
         except (OSError, subprocess.SubprocessError) as error:
-            reason = f"{type(error).__name__}: {error}; set CC to a compiler that works, or {INSTALL}"
+            remedy = f"set CC to a compiler that works, or {INSTALL}"
+            if os.strerror(errno.ENOSPC) in str(error):  # as the compiler says it, too
+                remedy = f"make room in {cache_folder()}, or set NANOVLLM_CACHE to a folder elsewhere"
+            reason = f"{type(error).__name__}: {error}; {remedy}"
     return f"compiling failed: {reason}"
 
 
