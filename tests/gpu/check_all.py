@@ -1,6 +1,6 @@
 """Everything that only a GPU can tell, in one call: the checks of this folder, then the figures to compare.
 
-    python tests/gpu/check_all.py [--minutes 9] [--only WORDS] [--list] [--out DIR]
+    python tests/gpu/check_all.py [--minutes 9] [--only WORDS] [--begin NAME] [--list] [--out DIR]
 
 Each job is a process of its own, and all share Triton's cache. One that fails does not keep the others from running.
 After --minutes the running job is ended and the rest is left out, so what is most likely to be broken comes first.
@@ -126,11 +126,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--only", default="", help="comma-separated parts of the names of jobs")
+    parser.add_argument(
+        "--begin", default=next(iter(JOBS)), choices=JOBS, metavar="NAME", help="leave out those before"
+    )
     parser.add_argument("--list", action="store_true", help="print the jobs and run none")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for check_all.json and check_all.log")
     args = parser.parse_args()
     words = [word for word in args.only.split(",") if word]
-    jobs = {name: argv for name, argv in JOBS.items() if not words or any(word in name for word in words)}
+    later = list(JOBS)[list(JOBS).index(args.begin) :]
+    jobs = {name: JOBS[name] for name in later if not words or any(word in name for word in words)}
     if not jobs:
         parser.error(f"--only {args.only}: no such job; there are {', '.join(JOBS)}")
     if args.list:
