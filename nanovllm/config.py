@@ -132,7 +132,8 @@ def _flat_speculation(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     aliases = {"[ngram]": "ngram", "ngram_gpu": "ngram", "deepseek_mtp": "mtp"}
     if isinstance(method := given.get("method"), str):
         given["method"] = aliases.get(method, method)
-    if given.get("method") == "mtp" and given.get("model") == options.get("model", EngineConfig.model):
+    own = str(options.get("model") or EngineConfig.model)
+    if given.get("method") == "mtp" and "model" in given and str(given["model"]) == own:
         del given["model"]  # vLLM's scripts may name the model itself
     if "method" not in given and "model" not in given:
         raise ConfigError(f"speculative_config={given!r}: has no method; possible: {', '.join(SPECULATIVE_METHODS)}")

@@ -251,3 +251,10 @@ def test_speculation_in_the_names_of_vllm(given: dict[str, Any], found: dict[str
     """What scripts for vLLM often write out and this engine does anyway."""
     config = EngineConfig.from_options(model="big", tensor_parallel_size=2, speculative_config=given)
     assert config == EngineConfig(model="big", tensor_parallel_size=2, **found)
+
+
+@pytest.mark.parametrize("model", [None, "m", Path("m")])
+def test_the_models_own_layer_needs_no_other_model(model: Any) -> None:
+    wanted = EngineConfig.from_options(model=model, speculative_method="mtp")
+    for given in ({"method": "mtp"}, {"method": "mtp", "model": str(model or "smollm2")}):
+        assert EngineConfig.from_options(model=model, speculative_config=given) == wanted

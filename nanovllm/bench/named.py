@@ -60,13 +60,13 @@ def facts_of(engine: LLMEngine) -> ModelFacts:
     config, runs = engine.config, engine.describe()["runs_on"]
     stored = QuantizationConfig.from_hf(engine.model_config.hf)
     block = BLOCK if stored is not None and stored.block == (BLOCK, BLOCK) else 0
-    is_fp8 = runs["quantization"] == "FP8"
+    is_fp8 = "FP8" in runs["quantization"].split(", ")  # beside what the file has in 16 bits
     return ModelFacts(
         engine.model_config,
         2,
         num_ranks=config.tensor_parallel_size,
         expert_size=config.expert_parallel_size,
-        quantization={"FP8": "fp8"}.get(runs["quantization"], runs["quantization"]),
+        quantization="fp8" if is_fp8 else runs["quantization"],
         kv_cache_dtype=config.kv_cache_dtype,
         expert_scales=block if is_fp8 else None,
     )

@@ -98,7 +98,7 @@ def _why_cut(cut: Shard, is_in_order: bool = True) -> str:
     if not is_in_order:
         return f"{what} that are in an order of their own (act-order); one rank does not"
     good = cut.good_ranks(integers.BLOCK)
-    return f"{what} within {integers.BLOCK} of them; numbers of ranks that do not: {good}"
+    return f"{what} within {integers.BLOCK} of them; numbers of ranks that keep it: {good}"
 
 
 @dataclass(frozen=True)

@@ -150,12 +150,14 @@ def fewer_bits(model: nn.Module) -> list[FewerBits]:
     return [module for module in model.modules() if isinstance(module, FewerBits)]
 
 
-def check_products(model: nn.Module, *products: Callable[..., torch.Tensor]) -> str:
+def check_products(model: nn.Module, *products: Callable[..., torch.Tensor], columns: int | None = None) -> str:
     """Multiplies once with each kind of matrix that the model has, by each of `products` (Ops.linear and its like), and
     compares with the expanded numbers: these kernels have run on few cards, and a wrong product would be a wrong answer
-    without a word. If one is wrong, or does not run, all weights are expanded. Returns why; empty: all were right."""
+    without a word. If one is wrong, or does not run, all weights are expanded. Returns why; empty: all were right.
+    `columns`: of matrices with so many inputs only."""
     weights = [weight for weight in parted_weights(model).values() if weight.plain is None]
-    kinds = {(type(weight), weight.shape, weight.form): weight for weight in reversed(weights)}
+    tried = [weight for weight in reversed(weights) if columns in (None, weight.shape[1])]
+    kinds = {(type(weight), weight.shape, weight.form): weight for weight in tried}
     tries = ((weight, rows, product) for weight in kinds.values() for rows in TRIED_ROWS for product in products)
     why = next(filter(None, (_wrong_product(*one) for one in tries)), "")
     for weight in weights if why else ():

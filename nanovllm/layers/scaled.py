@@ -80,16 +80,18 @@ class ScaledWeight(PartedWeight):
         return ""
 
     def _why_not(self, parts: list[Fp8Blocks]) -> str:
-        """Where one rank would have them in blocks: with the numbers of ranks that keep them."""
+        """Where one rank would have them in blocks: which cut is not at a border of theirs."""
         cuts, size = [p.shard for p in parts if p.shard is not None], self.block
         meets = size and all(cut.dim == 1 or cut.total % size == 0 for cut in cuts[:-1])
         if not cuts or not meets:
             what = f"{size} x {size}" if size else f"1 x {self.shape[1]}"
             return f"its parts, of {list(self.parts.values())} rows, do not begin and end where blocks of {what} do"
-        good = set.intersection(*(set(cut.good_ranks(size)) for cut in cuts))
-        what = f"{' + '.join(str(cut.total) for cut in cuts)} {'rows' if cuts[0].dim == 0 else 'inputs'}"
         num_ranks = max(cut.num_ranks for cut in cuts)
-        return f"{num_ranks} ranks cut {what} within blocks of {size}; numbers of ranks that do not: {sorted(good)}"
+        if cuts[0].dim == 0:  # how many would not depends on the heads as well
+            return f"{num_ranks} ranks cut {' + '.join(str(cut.total) for cut in cuts)} rows within blocks of {size}"
+        good = cuts[0].good_ranks(size)
+        what = f"{cuts[0].total} inputs within blocks of {size}"
+        return f"{num_ranks} ranks cut {what}; numbers of ranks that keep it: {good}"
 
     def _empty(self) -> None:
         self.q = self.scale = self.q.new_empty(0)

@@ -86,7 +86,8 @@ def _make_up(stack: ScaledStack | IntegerStack, generator: torch.Generator) -> N
 
 
 def _expanded_pairs(x: torch.Tensor, gate_up: Any, down: Any, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As `expert_pairs` in float32, with a piece of an expert expanded at a time: a small card has no room for more."""
+    """As `expert_pairs`, but weighted in float32. A piece of an expert is expanded at a time: a small card has no room
+    for more."""
     out = torch.zeros(*ids.shape, down.shape[1], device=x.device)
     for buffer in range(gate_up.shape[0]):
         tokens, places = (ids == buffer).nonzero(as_tuple=True)

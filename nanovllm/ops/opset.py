@@ -51,16 +51,11 @@ class Ops:
 
     def normed_linear(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         """As `linear`; where a layer of such weights computes norms inside its products, by such a one, and the norm is
-        undone."""
+        undone: for the check at the start (layers/parted.py)."""
         if not self._fuses(x, {kind_of(weight)}):
             return self.linear(x, weight)
         size = x.float().pow(2).mean(1, keepdim=True).sqrt()
         return self.gemv(x, weight, None, norm=(x.new_ones(x.shape[1]), 0.0)) * size
-
-    @property
-    def products(self) -> tuple[Callable[..., torch.Tensor], ...]:
-        """The ways in which a weight may be multiplied: the check at the start tries all (layers/parted.py)."""
-        return self.linear, self.linear_parts, self.normed_linear
 
     def fuses_few(self, x: torch.Tensor, attention: Any, mlp: Any) -> bool:
         """Whether four products with norm, gate and sums inside are fastest for a layer of these tokens [tokens,

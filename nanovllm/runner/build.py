@@ -41,7 +41,7 @@ from nanovllm.moe.load import ExpertLoad
 from nanovllm.moe.offload.offload import Offload
 from nanovllm.moe.rebalance import Balancer, add_places
 from nanovllm.moe.scaled import scaled_expert_targets
-from nanovllm.ops.opset import choose_ops
+from nanovllm.ops.opset import Ops, choose_ops
 from nanovllm.runner.draft_model import DraftModel
 from nanovllm.runner.drafter import Drafter, NgramDrafter
 from nanovllm.runner.expert_memory import check_expert_ranks, open_offload, size_experts
@@ -195,7 +195,7 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None], draft: Tra
         disk = DiskMemory(cache_folder()) if placement == "disk" else None
         _load(blueprint, model, offload, packing, disk, scales)
         wait_for_kernels()
-    if scales is not None and (why := check_products(model, *ops.products)):
+    if scales is not None and (why := _check_products(model, ops, blueprint.model_config.hidden_size)):
         logger.warning("%s: all matrices are expanded to %s", why, str(dtype).removeprefix("torch."))
     moe = blueprint.model_config.moe
     if scales is not None and moe and (why := check_experts(model, moe.top_k, dtype, build.device, ops.expert_pairs)):
@@ -204,6 +204,13 @@ def build_model(blueprint: Blueprint, own: Callable[[Offload], None], draft: Tra
             f"expands experts to 16 bits"
         )
     return model
+
+
+def _check_products(model: Transformer, ops: Ops, hidden: int) -> str:
+    """Norms are inside of products only where these read the hidden state."""
+    return check_products(model, ops.linear, ops.linear_parts) or check_products(
+        model, ops.normed_linear, columns=hidden
+    )
 
 
 def open_balancer(blueprint: Blueprint, model: Transformer) -> Balancer | None:

@@ -173,7 +173,7 @@ def report_experts(scales: Scales | IntegerForm, model: ModelConfig, parallel: P
         if integers is not None:
             what = f"cut an intermediate size of {size} within 32 inputs"
         good = [n for n in range(1, MAX_RANKS + 1) if size % n == 0 and form.share(n).is_bytes]
-        logger.warning("experts are expanded: %d ranks %s; numbers of ranks that do not: %s", ranks, what, good)
+        logger.warning("experts are expanded: %d ranks %s; numbers of ranks that keep them: %s", ranks, what, good)
 
 
 def why_not_fp8(is_gpu: bool) -> str:

@@ -245,9 +245,8 @@ class Drafts:
         if not num_drafted:
             return 0, 0, 0
         num_tokens, num_steps = len(result.token_ids[row]), result.num_drafts[row] if result.num_drafts else 0
-        found = num_drafted, num_tokens - plan.num_steps, num_steps
-        guessed, right, steps = (number * num_kept // num_tokens for number in found)
-        return guessed, right, steps
+        guessed, right = (n * num_kept // num_tokens for n in (num_drafted, num_tokens - plan.num_steps))
+        return guessed, right, -(-num_steps * num_kept // num_tokens)  # a step that was cut is one
 
     def record(self, plan: StepPlan, result: StepResult, seqs: Iterable[Sequence], now: float) -> None:
         """`seqs`: of the plan. `now`: its end. One that only goes on with its sequences took all the time since the one

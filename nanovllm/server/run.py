@@ -184,7 +184,8 @@ def serve(config: EngineConfig, options: ServerOptions, say: Callable[[str], Non
             say(f"sampling defaults: {service.engine.engine.sampling_defaults}")
             say(f"page: {url}/{'' if options.events else ' (--events lets it show the engine at work)'}")
             server.run(sockets=[listener])
+            has_failed = service.engine.failure is not None  # closing it is a reason, too
     answered = f"{service.num_cut} requests were cut off" if service.num_cut else "all requests are answered"
-    if service.engine.failure is not None:
-        answered = "the engine had failed, what ran then has ended with an error"
+    if has_failed:
+        answered = "the engine had failed: requests that ran then got an error"
     say(f"{answered}, the engine is closed")

@@ -195,7 +195,7 @@ class Service:
         deltas = self.engine.stream(
             job.inputs[index], job.params, name, priority=job.priority, final_only=job.final_only
         )
-        finished, reason = False, "abort"
+        finished = False
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -204,12 +204,9 @@ class Service:
                     if delta.error is not None:  # logged by the engine, with its trace
                         raise ApiError(500, INTERNAL, code="step_failed")
                     yield delta
-        except EngineDeadError:
-            reason = "error"
-            raise
         finally:
             if not finished:
-                clock.cut(reason)
+                clock.cut("abort" if self.engine.failure is None else "error")
 
     async def _many(self, job: ClientRequest) -> AsyncGenerator[tuple[int, RequestDelta], None]:
         """What a slow reader has not read yet is merged, as in the mailbox of each stream."""

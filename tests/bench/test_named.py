@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nanovllm import LLM
-from nanovllm.bench.named import CEILINGS, count_touched, limit_seconds, parse_workload
+from nanovllm.bench.named import CEILINGS, count_touched, facts_of, limit_seconds, parse_workload
 from nanovllm.bench.workload import Workload
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.memory.facts import ModelFacts
 from nanovllm.model_config import ModelConfig
@@ -72,6 +75,17 @@ def test_integers_read_less_and_compute_as_much() -> None:
         limits[name] = [limit_seconds(workload, facts, CEILINGS["NVIDIA H200"]) for facts in (plain, small)]
     assert limits["prefill 16x1024"][0] == limits["prefill 16x1024"][1]
     assert limits["1x256"][1] < 0.4 * limits["1x256"][0]
+
+
+@pytest.mark.parametrize("forms", ["FP8", "FP8, bfloat16"])
+def test_a_matrix_that_is_not_quantised_does_not_hide_the_others(forms: str) -> None:
+    engine: Any = SimpleNamespace(
+        config=EngineConfig(),
+        describe=lambda: {"runs_on": {"quantization": forms}},
+        model_config=ModelConfig.from_hf(json.loads((MODELS / "deepseek-v3/config.json").read_text())),
+    )
+    found = facts_of(engine)
+    assert (found.quantization, found.expert_scales) == ("fp8", 128)
 
 
 def test_two_ranks_read_half_each() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -218,7 +219,7 @@ def test_a_full_disk_is_one_line(llama: TinyModel) -> None:
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_streams_are_no_traceback(closed: str) -> None:
-    command = f"{sys.executable} -m nanovllm --version {closed}"
+    command = f"{shlex.quote(sys.executable)} -m nanovllm --version {closed}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ("standard output is closed: what is printed there is lost\n" if closed == ">&-" else "")

@@ -227,7 +227,7 @@ INTS = IntegerForm(4, 64, experts=ExpertIntegers((4, 64), (4, 64)))
 def test_why_experts_are_expanded_is_logged(
     form: Any, size: int, ranks: Parallel, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the numbers of ranks that do not; one never does."""
+    """With the numbers of ranks that keep them; one always does."""
     hf = {"architectures": ["MixtralForCausalLM"], "hidden_size": 256, "intermediate_size": size, "vocab_size": 64}
     hf |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
     with caplog.at_level(logging.INFO, logger="nanovllm"):

@@ -31,7 +31,7 @@ def test_kernels_give_what_expanded_numbers_give(
     monkeypatch.setattr(build, "choose_ops", lambda *_: triton_ops())
     for module in (integers, moe_integers):  # a program takes as long here, however many outputs it has
         monkeypatch.setattr(module, "choose_block", lambda *_: (64, 64, 1))
-    monkeypatch.setattr(build, "check_products", lambda *_: "")
+    monkeypatch.setattr(build, "_check_products", lambda *_: "")
     resident = generate(small, dtype="float16")
     offloaded = generate(small, dtype="float16", expert_placement="offload", expert_cache_gb=4 * 40_000 / GIB)
     assert answers(offloaded) == answers(resident)

@@ -247,6 +247,16 @@ def test_a_larger_number_guesses_also_with_many_sequences(most: int, at_once: in
     assert 2 * at_once <= at_once * (1 + made) <= MAX_ROWS
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "num_tokens", "num_kept", "counted"),
+    [(1, 5, 5, (4, 4, 1)), (1, 5, 4, (3, 3, 1)), (1, 3, 2, (2, 1, 1)), (1, 5, 1, (0, 0, 1)), (4, 10, 5, (8, 3, 2))],
+)
+def test_what_a_stop_cuts_counts_less(num_steps: int, num_tokens: int, num_kept: int, counted: tuple) -> None:
+    plan = StepPlan(1, (), num_steps=num_steps, num_drafts=4)
+    result = StepResult([[5] * num_tokens], num_drafted=[4 * num_steps], num_drafts=[num_steps])
+    assert Drafts(LIMITS).count(plan, result, 0, num_kept) == counted
+
+
 def test_the_share_of_right_guesses() -> None:
     for length in (1, 2, 4, 16):
         assert share_of(1, length) < 1e-5

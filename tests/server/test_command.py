@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from nanovllm.cli.bench_options import LOAD
@@ -16,6 +19,8 @@ from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
 from tests.cli.runner import Run, make_runner
 from tests.cli.test_scripts import Clone
+from tests.server.rig import until
+from tests.tiny_models import TinyModel
 
 
 @pytest.fixture
@@ -110,3 +115,26 @@ def test_demo_serve(tmp_path: Path) -> None:
     code, done, _ = clone.run("scripts/demo.sh", "--serve", "--port", "9000")
     assert (code, done[-2:]) == (0, [f"install {clone.root}[server]", "ran nanovllm serve --events --port 9000"])
     assert clone.run("scripts/demo.sh", "--serve")[1] == ["ran nanovllm serve --events"]
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code == 200
+    return False
+
+
+def test_the_last_line_says_how_it_ended(llama: TinyModel) -> None:
+    words = [sys.executable, "-m", "nanovllm", "serve", "--model", str(llama.path), "--device", "cpu", "--port", "0"]
+    with subprocess.Popen([*words, "--num-kvcache-blocks", "64"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            while " at http://" not in (line := process.stderr.readline()):
+                assert line, "it has ended"
+            until(lambda: answers(line.split(" at ")[1].split("/v1")[0]))  # its handler of signals is there now
+            process.send_signal(signal.SIGINT)
+            said = process.stderr.read()
+            process.wait(60)
+        finally:
+            process.kill()
+    assert said.splitlines()[-1] == "all requests are answered, the engine is closed"
+    assert process.returncode == 0

@@ -316,8 +316,8 @@ def test_ranks_cut_groups_at_borders_of_32(tmp_path: Path, name: str) -> None:
     ("name", "size", "said"),
     [
         ("awq", 6, ""),
-        ("awq", 4, "4 ranks cut 192 inputs within 32 of them; numbers of ranks that do not: [1, 2, 3, 6]"),
-        ("awq", 12, "12 ranks cut 192 inputs within 32 of them; numbers of ranks that do not: [1, 2, 3, 6]"),
+        ("awq", 4, "4 ranks cut 192 inputs within 32 of them; numbers of ranks that keep it: [1, 2, 3, 6]"),
+        ("awq", 12, "12 ranks cut 192 inputs within 32 of them; numbers of ranks that keep it: [1, 2, 3, 6]"),
         ("gptq", 3, ""),
         (
             "gptq-act-order",
@@ -325,7 +325,7 @@ def test_ranks_cut_groups_at_borders_of_32(tmp_path: Path, name: str) -> None:
             "2 ranks cut 192 inputs that are in an order of their own (act-order); one rank does not",
         ),
         ("groups of 48", 2, "its groups of 48 inputs cut blocks of 32"),
-        ("Q4_0", 4, "4 ranks cut 192 inputs within 32 of them; numbers of ranks that do not: [1, 2, 3, 6]"),
+        ("Q4_0", 4, "4 ranks cut 192 inputs within 32 of them; numbers of ranks that keep it: [1, 2, 3, 6]"),
     ],
 )
 def test_why_ranks_expand_a_matrix_is_logged(

@@ -248,6 +248,8 @@ def multiplies_blocks(device: torch.device) -> bool:
     scale_b = torch.ones(1, 4, device=device).t()
     try:
         torch._scaled_mm(q, q.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError):
         return False
     return True
