@@ -1,7 +1,7 @@
 """Experts in fewer bits on a GPU: `python tests/gpu/check_experts.py [--parts engine,kernels] [--out DIR]`.
 
     engine    the trained tiny Mixtral, quantised while it is loaded, and tiny models whose files have fewer bits:
-              resident and offloaded engines, with and without graphs, write the same tokens with the same logprobs; a
+              offloaded engines write the tokens of resident ones with the same logprobs, graphs write nearly these; a
               file's are near those of its expanded numbers
     kernels   us of one layer's experts: 16 bits, 8-bit floats with scales of rows and of blocks, integers of 4 bits;
               share of the card's limit
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -46,6 +47,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 DECODE_TOKENS, PREFILL_TOKENS = (1, 2, 4, 8, 16, 64), (512, 2048, 8192)
 PROMPTS = [{"prompt_token_ids": list(range(5, 5 + size))} for size in (1, 3, 17, 70)]
+MOST_APART = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
 
 
@@ -58,19 +60,47 @@ def answers(path: Path, **options: Any) -> tuple[list[Any], int]:
 
 
 def check_engines(path: Path, name: str, **options: Any) -> list[Any]:
-    resident, _ = answers(path, **options)
+    """Kernel by kernel the rows are the same wherever the experts are. A captured step has rows more, for which cuBLAS
+    may take another kernel (float16): its last bits may differ."""
+    resident, _ = answers(path, enforce_eager=True, **options)
+    captured, _ = answers(path, **options)
     _, size = answers(path, expert_placement="offload", **options)
+    assert all(math.isfinite(number) for number in logprobs(resident)), f"{name}: not finite"
     for cached in (4, 9, 20):
         for more in ({}, {"enforce_eager": True}, {"expert_host_gb": 0}):
             room = {"expert_placement": "offload", "expert_cache_gb": (cached + 0.5) * size / GIB}
             found, _ = answers(path, **options, **room, **more)
-            assert found == resident, f"{name}, {cached} buffers, {more}: other tokens or logprobs than resident"
-    print(f"{name}: offloaded experts of {size} bytes give the bits of resident ones", flush=True)
+            assert found == resident, (
+                f"{name}, {cached} buffers, {more}: other tokens or logprobs than resident, {apart(found, resident)}"
+            )
+    same, difference = apart(captured, resident)
+    print(
+        f"{name}: offloaded experts of {size} bytes give the bits of resident ones; captured {same:.0%} of the tokens, "
+        f"logprobs {difference:.1e} apart",
+        flush=True,
+    )
+    assert same > 0.9, "more than a near tie"
+    assert difference < MOST_APART[options["dtype"]], "more than last bits"
     return resident
 
 
+def logprobs(found: list[Any]) -> list[float]:
+    return [entry.logprob for _, steps in found for step in steps for entry in step.values()]
+
+
+def apart(found: list[Any], others: list[Any]) -> tuple[float, float]:
+    """(share of the tokens before the first that differs, how far their logprobs are apart at most)."""
+    same, total, most = 0, 0, 0.0
+    for (tokens, steps), (other_tokens, other_steps) in zip(found, others):
+        first = next((i for i, (a, b) in enumerate(zip(tokens, other_tokens)) if a != b), len(tokens))
+        same, total = same + first, total + len(tokens)
+        for token, step, other in zip(tokens[:first], steps, other_steps):
+            most = max(most, abs(step[token].logprob - other[token].logprob))
+    return same / total, most
+
+
 def check_engine() -> None:
-    for dtype, kind in itertools.product(("bfloat16", "float16"), ("fp8", "int4", "int8")):
+    for dtype, kind in itertools.product(("float16", "bfloat16"), ("int4", "fp8", "int8")):
         check_engines(TINY, f"tiny-mixtral {dtype} {kind}", quantization=kind, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         for name, (family, sizes) in MODELS.items():

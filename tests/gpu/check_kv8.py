@@ -1,12 +1,12 @@
 """A KV cache in 8-bit floats (e4m3) on a real GPU. Not collected by pytest (no GPU in CI).
 
-    python tests/gpu/check_kv8.py [--out DIR]
+    python tests/gpu/check_kv8.py [--parts kernels,engine] [--out DIR]
 
 Kernels: every byte read by shifts and by the card's instruction, numbers written, and qk_norm_rope, decode and prefill
 attention against their plain twins with the same bytes. Engine: tiny models with kv_cache_dtype="fp8" against
-themselves in captured and eager steps, small chunks, few blocks (preemption) and prefix hits; and against a cache of
-the model's dtype: how many greedy tokens are the same before the first that differs, and how far their logprobs are
-apart.
+themselves in captured and eager steps, small chunks, few blocks (preemption) and prefix hits: how many greedy tokens
+are the same before the first that differs, and how far their logprobs are apart. Against a cache of the model's dtype:
+the same, and of a trained model the mean difference of the logprobs of first tokens.
 Prints a table last, writes JSON; exit status 1 if a check failed.
 """
 
@@ -153,7 +153,8 @@ VARIANTS = {
     "few blocks": {"num_kvcache_blocks": 12},
     "block 16": {"kvcache_block_size": 16},
 }
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=1)
+TRAINED = ROOT / "tests/fixtures/tiny-mixtral"
 
 
 def generate(folder: Path, prompts: list[list[int]], again: bool = False, **options) -> tuple[list, dict]:
@@ -195,31 +196,56 @@ def check_engine(family: str, dtype: str) -> None:
         ratio = facts["kv_blocks"] / plain["kv_blocks"]
         expected = 4 if dtype == "float32" else 2
         check(f"{family} {dtype}: times the blocks", abs(ratio / expected - 1) < 0.01, blocks=ratio, of=expected)
-        # Random weights have near-ties everywhere: this share is for people to read, not a limit.
-        check(f"{family} {dtype}: against a cache of {dtype}", share > 0.2, tokens=share, logprob=apart)
+        # Random weights have near-ties everywhere: this share is for people to read, and so are all in 16 bits.
+        check(f"{family} {dtype}: against a cache of {dtype}", apart < 2, tokens=share, logprob=apart)
         for label, options in VARIANTS.items():
             some, now = generate(folder, prompts, dtype=dtype, kv_cache_dtype="fp8", **options)
             share, apart = agreement(some, first)
-            enough = share > (0.95 if dtype == "float32" else 0.7) and (label != "few blocks" or now["preemptions"] > 0)
+            enough = is_enough(share, dtype) and (label != "few blocks" or now["preemptions"] > 0)
             check(f"{family} {dtype} fp8: {label}", enough, tokens=share, logprob=apart, preempted=now["preemptions"])
         some, now = generate(folder, prompts, again=True, dtype=dtype, kv_cache_dtype="fp8")
         share, apart = agreement(some, first)
-        enough = share > (0.95 if dtype == "float32" else 0.7) and now["cached"] > 500
+        enough = is_enough(share, dtype) and now["cached"] > 500
         check(f"{family} {dtype} fp8: prefix hits", enough, tokens=share, logprob=apart, cached=now["cached"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the JSON file")
-    args = parser.parse_args()
-    torch.manual_seed(0)
+def is_enough(share: float, dtype: str) -> bool:
+    return share > 0.95 or dtype != "float32"
+
+
+@guarded
+def check_trained(dtype: str) -> None:
+    rng = random.Random(2)
+    prompts = [[rng.randrange(3, 2048) for _ in range(n)] for n in (300, *range(20, 120, 5))]
+    whole, _ = generate(TRAINED, prompts, dtype=dtype)
+    first, _ = generate(TRAINED, prompts, dtype=dtype, kv_cache_dtype="fp8")
+    pairs = [(a.outputs[0].logprobs[0], b.outputs[0].logprobs[0]) for a, b in zip(whole, first)]
+    both = [abs(a[token].logprob - b[token].logprob) for a, b in pairs for token in a if token in b]
+    mean = sum(both) / len(both)
+    check(f"trained {dtype}: against a cache of {dtype}", mean < 0.3 and len(both) > 10, logprob=mean, of=len(both))
+
+
+def check_kernels() -> None:
     check_conversions()
     for dtype, shape in itertools.product(DTYPES, ((64, 16, None), (128, 64, None), (80, 32, 100), (256, 256, None))):
         check_attention(dtype, *shape)
     for dtype, num_tokens in itertools.product(DTYPES, (1, 64, 65, 700)):
         check_rope(dtype, num_tokens)
-    for family, dtype in itertools.product(("Llama", "Qwen3"), ("float32", "bfloat16")):
-        check_engine(family, dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the JSON file")
+    parser.add_argument("--parts", default="kernels,engine")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if "kernels" in args.parts:
+        check_kernels()
+    if "engine" in args.parts:
+        for family, dtype in itertools.product(("Llama", "Qwen3"), ("float32", "bfloat16")):
+            check_engine(family, dtype)
+        for dtype in ("float32", "bfloat16"):
+            check_trained(dtype)
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     versions["date"] = time.strftime("%Y-%m-%d")
     (args.out / "check_kv8.json").write_text(json.dumps({**versions, "results": RESULTS}, indent=1, default=str))
