@@ -70,8 +70,12 @@ JOBS: dict[str, list[str]] = {
     "figures 8b fp8": figures("qwen3-8b", "main,1x256,64x512", *FP8, "--repeat", "1"),
     "figures 8b awq": figures("qwen3-8b-awq", "main,1x256,64x512", "--repeat", "1"),
     "steps 8b awq": steps("qwen3-8b-awq", "4,8,16,32,64,128,256", "--whole"),
-    "steps 8b fp8": steps("qwen3-8b", "4,8,16,32,64", "--whole", "--set", "fp8.FEW_ROWS=64", "--", *FP8),
-    "steps 8b fp8, inputs in 8 bits": steps("qwen3-8b", "4,8,16,32,64", "--set", "fp8.FEW_ROWS=2", "--", *FP8),
+    "steps 8b fp8": steps("qwen3-8b", "4,8,16,32,64", "--", *FP8),
+    "figures 8b fp8 in blocks": figures("qwen3-8b-fp8", "main,1x256,64x512", *FP8[2:], "--repeat", "1"),
+    "steps 8b fp8 in blocks": steps("qwen3-8b-fp8", "4,8,16,32,64", "--whole", "--", *FP8[2:]),
+    "steps 8b fp8 in blocks, inputs in 8 bits": steps(
+        "qwen3-8b-fp8", "4,8,16,32,64", "--set", "fp8.FEW_ROWS=2", "--", *FP8[2:]
+    ),
     "times of quantised products": script("check_kernels", "--only", "fp8,int4-128"),
     "times of experts": script("check_experts", "--parts", "kernels"),
     "moe": script("check_moe", "--quick"),

@@ -1,28 +1,34 @@
 """Products with a weight in 8-bit floats (twin and contract: `ops/fp8.py`), by the number of rows of x.
 
     1 and 2       `gemv.py` reads the weight, converts it in registers, and multiplies in fp32: x stays in 16 bits
-    3 to 32       the weight is converted in registers for the tensor cores of 16 bits (`weight_only_linear`), and x is
-                  not rounded; up to 128 rows where the next two lines do not hold: sm_80 to 88 have no tensor cores
-                  for 8 bits, and PyTorch has a product with scales of blocks on Hopper only
     to 128        x is quantised (one launch), then cuBLAS's product on the tensor cores, which knows one scale for a
                   whole matrix; so it gets 1, and the scales of tokens and outputs are applied afterwards (one launch)
     more          x is quantised, then a product that applies the scales itself (CUTLASS)
+    3 to 128      where none of these holds: the weight is converted in registers for the tensor cores of 16 bits
+                  (`weight_only_linear`), and x is not rounded. sm_80 to 88 have no tensor cores for 8 bits, PyTorch has
+                  a product with scales of blocks on Hopper only. With these, and in float16, it is faster than
+                  CUTLASS's product up to 32 rows
     other cases   (Turing, more rows before sm_89, scales of blocks but on Hopper, odd sizes, float32) the weight is
                   expanded piece by piece, then cuBLAS
 
-Measured on an H200, Qwen3-8B, us: 16 bits; 8 bits with a scale a row (and a block); of these 2 quantise x:
+Measured on an H200, Qwen3-8B, us, with a scale a row (and a block), alone; * is `weight_only_linear`:
 
-    rows          6144 x 4096          4096 x 4096
-    1             13.5;  7.4            9.6;  5.9          (76 and 64 % of the bandwidth; 24576 x 4096: 89 %)
-    4             17.0; 15.1           12.8;  9.9          (matrix-vector product)
-    64            17.2; 16.2 (17.1)    12.1; 15.9 (16.7)
-    256           22.3; 17.4 (18.4)    16.6; 16.4 (17.5)
-    2,048          132; 76.7 (90.0)    87.0; 54.8 (63.1)
+    rows    6144 x 4096      4096 x 4096      24576 x 4096     4096 x 12288
+    1        7.8 ( 8.3)       6.0 ( 6.6)      28.8 (30.5)      16.1 (25.9)      73, 63, 79, 70 % of the bandwidth
+    2       10.4 (14.6)       6.9 ( 8.5)      35.1 (48.3)      23.8 (29.5)
+    8       15.9*(15.3*)     13.2*(12.8*)     44.0*(44.5*)     25.6*(25.5*)
+    32      15.7*(15.2*)     14.9*(14.8*)     43.1*(44.2*)     32.3*(32.6*)
+    64      12.6 (16.5)       9.9 (16.2)      36.4 (40.9)      20.3 (39.5)
+    256     16.8 (17.6)      16.1 (16.9)      49.8 (52.1)      38.0 (41.4)
+    2,048     85 (  90)        60 (  63)       312 ( 335)       166 ( 178)
 
-The products alone at 64 rows: 14.3 and 14.0 us with scales of rows, 10.3 and 7.9 without, which is why these are
-applied afterwards there. Sums of products of 8-bit floats reach 448 * 448 * K at most, far below the largest bf16.
-`weight_only_linear` has not been measured yet: half the bytes of a product in 16 bits, which takes 16 and 10 us for 8
-rows (`matmul.py`), so 10 and 7 are expected.
+`weight_only_linear` is no faster than 16 bits with twice the bytes (8 rows: 16, 10, 52 and 26 us, `matmul.py`), and in a
+step it costs more than alone: with scales of rows a step of 8 rows takes 4.82 ms with it and 3.54 ms with x
+quantised, one of 32 rows 5.32 and 4.02.
+
+At 64 rows the product that applies the scales itself takes 14.3 us for the first shape and 14.0 for the second, without
+scales 10.3 and 7.9, which is why these are applied afterwards there. Sums of products of 8-bit floats reach
+448 * 448 * K at most, far below the largest bf16.
 """
 
 from __future__ import annotations
@@ -51,11 +57,11 @@ from nanovllm.ops.triton.gemv import gemv
 from nanovllm.ops.triton.splits import add_splits, choose_splits, empty_parts, hold
 
 MAX_GEMV_ROWS = 2
-GEMV_WEIGHTS = 6144 * 4096  # for four rows the matrix-vector product is the faster one up to this size
+GEMV_WEIGHTS = 6144 * 4096  # four rows of what nothing else takes: the matrix-vector product, up to this size
 
 SEPARATE_ROWS = 128  # up to so many, scales are applied after the product
 
-WEIGHT_ONLY_ROWS, FEW_ROWS, TENSOR_CORES = 128, 32, (8, 0)  # the first before sm_89, the second later
+WEIGHT_ONLY_ROWS, FEW_ROWS, TENSOR_CORES = 128, 32, (8, 0)  # FEW_ROWS: beside CUTLASS's product
 TILE_N, SHORT_STEP, LONG_STEP = 64, 64, 128  # outputs, and inputs of a step; a step is within a block of 128
 
 
@@ -264,9 +270,16 @@ def rounds_inputs(x: torch.Tensor, weight: Any) -> bool:
     return not weight.block or (size % (4 * BLOCK) == 0 and multiplies_blocks(x.device))
 
 
+def scales_afterwards(x: torch.Tensor, weight: Any) -> bool:
+    """Not in float16, which does not hold the sums before."""
+    return not weight.block and x.dtype == torch.bfloat16 and len(x) <= SEPARATE_ROWS
+
+
 def reads_weight_alone(x: torch.Tensor, weight: Any) -> bool:
     """Whether a product with these rows is that of `weight_only_linear`."""
-    most = FEW_ROWS if rounds_inputs(x, weight) else WEIGHT_ONLY_ROWS
+    most = WEIGHT_ONLY_ROWS
+    if rounds_inputs(x, weight):
+        most = 0 if scales_afterwards(x, weight) else FEW_ROWS
     fits = x.dtype != torch.float32 and weight.q.shape[1] % SHORT_STEP == 0
     return MAX_GEMV_ROWS < len(x) <= most and fits and (INTERPRETED or capability(x.device) >= TENSOR_CORES)
 
@@ -278,23 +291,18 @@ def linear_in_parts(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = No
 
 def scaled_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, K], weight: a ScaledWeight (layers/scaled.py) [N, K]."""
-    rows, (out_size, size) = len(x), weight.q.shape
+    rows, rounds = len(x), rounds_inputs(x, weight)
     if reads_weight_alone(x, weight):
         return weight_only_linear(x, weight, bias)
-    if x.dtype != torch.float32 and prefers_gemv(rows, out_size, size):
+    is_small = rows == 4 and not rounds and weight.q.numel() <= GEMV_WEIGHTS
+    if x.dtype != torch.float32 and (1 <= rows <= MAX_GEMV_ROWS or is_small):
         return gemv(x, weight, bias)
-    if not rounds_inputs(x, weight):
+    if not rounds:
         return linear_in_pieces(x, weight.q.shape, lambda *some: expanded_rows(weight, x.dtype, *some), bias)
     q, scale = quantise(x, weight.block)
-    if not weight.block and rows <= SEPARATE_ROWS and x.dtype == torch.bfloat16:
+    if scales_afterwards(x, weight):
         raw = torch._scaled_mm(q, weight.q.t(), scale_a=weight.unit, scale_b=weight.unit, out_dtype=x.dtype)
         return rescale(raw, scale, weight.scale, bias)
     columns = weight.scale.t() if weight.block else weight.scale.view(1, -1)
     out = torch._scaled_mm(q, weight.q.t(), scale_a=scale, scale_b=columns, out_dtype=torch.bfloat16)[:rows].to(x.dtype)
     return out if bias is None else out + bias
-
-
-def prefers_gemv(rows: int, out_size: int, size: int) -> bool:
-    """Of the batch sizes that decode graphs are captured for, as in `gemv.py`. Four: where `weight_only_linear` does
-    not fit."""
-    return 1 <= rows <= MAX_GEMV_ROWS or (rows == 4 and out_size * size <= GEMV_WEIGHTS)
