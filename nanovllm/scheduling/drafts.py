@@ -24,7 +24,7 @@ The output does not depend on it. There is no clock here: `record` is told when 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,8 @@ class _Size:
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.times: dict[int, deque[float]] = {length: deque(maxlen=NUM_TIMES) for length in lengths}
+        self.typical: dict[int, float] = {}  # of each of these: asked for several times a plan
+        self.is_known = False  # the time of every length
         self.share: float | None = None  # of guesses that are right
         self.best = 0  # length, once all are known
         self.tried, self.num_left = 0, 0  # the length of the newest try, and how many of its steps are left
@@ -86,17 +88,29 @@ class _Size:
         self.is_priced = False  # it has guessed, and is not over
         self.guessed = False  # the newest plan
 
+    def measured(self, length: int, seconds: float) -> None:
+        times = self.times[length]
+        times.append(seconds)
+        most = MOST_TIMES * median(times)
+        self.typical[length] = fmean([time for time in times if time <= most])
+        self.is_known = self.is_known or all(len(times) >= TRIALS for times in self.times.values())
+
     def unknown(self, most: int) -> int | None:
+        if self.is_known:
+            return None
         return next((n for n, times in self.times.items() if n <= most and len(times) < TRIALS), None)
 
     @property
     def price(self) -> float:
-        step = _typical(self.times[0])
+        step = self.typical[0]
         return min(max(self._price, LEAST_PRICE * step), MOST_SAVING * SAVED * step)
+
+    def can_try(self, youngest: int) -> bool:
+        return self.savings >= self.price * (1 if youngest < YOUNG else 2)
 
     def begin_try(self, length: int) -> None:
         self.tried, self.num_left, self.num_since = length, TRY_STEPS if length else 2 * TRY_STEPS, 0
-        self._price, self.is_priced = LEAST_PRICE * _typical(self.times[0]), length > 0
+        self._price, self.is_priced = LEAST_PRICE * self.typical[0], length > 0
         self.savings -= 0.0 if self.best else self._price
         self.num_tries += 1
 
@@ -104,7 +118,7 @@ class _Size:
         """A plan took so long to write so many tokens of each sequence. A try costs what it took longer than steps
         without guesses, and so does the plan right behind it."""
         if length or self.is_priced:
-            cost = max(0.0, seconds - num_tokens * _typical(self.times[0]))
+            cost = max(0.0, seconds - num_tokens * self.typical[0])
             self.savings -= cost
             self._price += cost * self.is_priced
         if not length:
@@ -112,19 +126,14 @@ class _Size:
             self.savings = min(max(0.0, self.savings) + SAVED * seconds, 2 * self.price)
 
     def find_best(self) -> None:
-        without = _typical(self.times[0])
+        without = self.typical[0]
 
         def speed(length: int) -> float:
             # More rows make no step faster: if it was, the steps without guesses were slow, and are not measured again.
-            return tokens_of(self.share or 0.0, length) / max(_typical(self.times[length]), without, 1e-9)
+            return tokens_of(self.share or 0.0, length) / max(self.typical[length], without, 1e-9)
 
-        fastest = max((length for length, times in self.times.items() if times), key=speed)
+        fastest = max(self.typical, key=speed)
         self.best = fastest if speed(fastest) >= LEAST_GAIN * speed(0) else 0
-
-
-def _typical(times: Collection[float]) -> float:
-    most = MOST_TIMES * median(times)
-    return fmean(time for time in times if time <= most)
 
 
 class DraftLength:
@@ -134,6 +143,15 @@ class DraftLength:
     def __init__(self, most: int) -> None:
         self.lengths = draft_lengths(most)
         self._sizes: dict[int, _Size] = {}
+
+    def rests(self, num_seqs: int, youngest: int) -> bool:
+        """Nothing is to be guessed now, whatever there is room for. Mostly so where guesses do not pay, and cheap: a
+        plan of one step asks three times, and has a millisecond in all."""
+        size = self._size(num_seqs)
+        return size.is_known and not size.best and size.num_left <= 0 and not size.can_try(youngest)
+
+    def wait(self, num_seqs: int, num_steps: int) -> None:
+        self._size(num_seqs).num_since += num_steps
 
     def next(self, num_seqs: int, most: int, youngest: int) -> tuple[int, bool]:
         """(of the next plan, whether it is a try)."""
@@ -146,7 +164,7 @@ class DraftLength:
             wanted = size.tried
         elif size.best and others and size.num_since >= RETRY:
             wanted = others[size.num_tries % len(others)]
-        elif not size.best and size.savings >= size.price * (1 if youngest < YOUNG else 2):
+        elif not size.best and size.can_try(youngest):
             wanted = self.lengths[0]
         else:
             wanted, is_try = size.best, False
@@ -167,15 +185,15 @@ class DraftLength:
         if self.next(num_seqs, most, youngest) == (0, True):  # nor does it want to
             self.choose(num_seqs, most, youngest, num_steps)
         else:
-            self._size(num_seqs).num_since += num_steps
+            self.wait(num_seqs, num_steps)
 
     def record(self, num_seqs: int, length: int, num_steps: int, num_tokens: int, seconds: float) -> None:
         """A plan of decodes ended: so many steps, tokens of all sequences together, seconds."""
         size, written = self._size(num_seqs), num_tokens / num_seqs
-        if size.times[0]:
+        if 0 in size.typical:
             size.pay(length, written, seconds)
         if length or not size.guessed:  # right behind guesses a plan begins late
-            size.times[length].append(seconds / num_steps)
+            size.measured(length, seconds / num_steps)
         size.guessed = length > 0
         if length:
             weight = 1.0 if size.share is None else 1 - (1 - NEWEST) ** num_steps
@@ -184,7 +202,10 @@ class DraftLength:
             size.find_best()
 
     def _size(self, num_seqs: int) -> _Size:
-        return self._sizes.setdefault(_rounded(num_seqs), _Size(self.lengths))
+        rounded = _rounded(num_seqs)
+        if rounded not in self._sizes:
+            self._sizes[rounded] = _Size(self.lengths)
+        return self._sizes[rounded]
 
 
 class Drafts:
@@ -203,8 +224,11 @@ class Drafts:
         if num_steps == 1 and any(num_new > 1 or seq.num_remaining for seq, num_new in chosen):
             return 0
         seqs = [seq for seq, _ in chosen]
-        length = self._length_for(seqs)
-        facts = (len(seqs), self._room_for(seqs, num_steps), _youngest(seqs), num_steps)
+        length, youngest = self._length_for(seqs), _youngest(seqs)
+        if length.rests(len(seqs), youngest):
+            length.wait(len(seqs), num_steps)
+            return 0
+        facts = (len(seqs), self._room_for(seqs, num_steps), youngest, num_steps)
         if any(seq.num_pending for seq in seqs):
             length.skip(*facts)
             return 0
@@ -236,8 +260,10 @@ class Drafts:
             return False
         if any(seq.num_remaining > 1 for seq in running):  # it reads a prompt
             return False
-        facts = len(running), self._room_for(running), _youngest(running)
-        return self._length_for(running).next(*facts)[0] > 0
+        length, youngest = self._length_for(running), _youngest(running)
+        if length.rests(len(running), youngest):
+            return False
+        return length.next(len(running), self._room_for(running), youngest)[0] > 0
 
     def count(self, plan: StepPlan, result: StepResult, row: int, num_kept: int) -> tuple[int, int, int]:
         """Progress.drafts of a row of the result. Where a stop has cut its tokens, the same share of all."""
