@@ -114,6 +114,7 @@ def _flat_speculation(given: Any, options: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"speculative_config={given!r}: must be a dictionary; possible: {', '.join(SPECULATIVE_NAMES)}"
         )
+    written = given
     given = {name: value for name, value in given.items() if value is not None}
     ranks = options.get("tensor_parallel_size") or 1
     draft_ranks = ("draft_tensor_parallel_size", (ranks,), "a draft model is cut over the ranks as the large one is")
@@ -136,7 +137,7 @@ def _flat_speculation(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     if given.get("method") == "mtp" and "model" in given and str(given["model"]) == own:
         del given["model"]  # vLLM's scripts may name the model itself
     if "method" not in given and "model" not in given:
-        raise ConfigError(f"speculative_config={given!r}: has no method; possible: {', '.join(SPECULATIVE_METHODS)}")
+        raise ConfigError(f"speculative_config={written!r}: has no method; possible: {', '.join(SPECULATIVE_METHODS)}")
     found = {SPECULATIVE_NAMES[name]: value for name, value in {"method": "draft_model", **given}.items()}
     for name, value in found.items():
         if options.get(name) not in (None, value):

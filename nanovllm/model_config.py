@@ -6,6 +6,7 @@ differs from Llama (biases, q/k norm) is in its file under models/.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from typing import Any
 
 from nanovllm.errors import ModelError
 from nanovllm.quantization_config import QuantizationConfig
+
+logger = logging.getLogger("nanovllm")
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Largest sane values. Published models: theta up to 4e9, contexts stretched up to 512 times.
@@ -406,12 +409,15 @@ def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | N
 def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Those of generation_config come first: chat models end a turn with another token than a document. Ids outside the
     vocabulary are dropped: they can never be sampled."""
-    ids: list[int] = []
-    for source in (generation_config, config):
+    given: list[int] = []
+    for name, source in (("generation_config.json", generation_config), ("config.json", config)):
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, bool) or not isinstance(token, int):
-                continue
-            if 0 <= token < vocab_size and token not in ids:
-                ids.append(token)
+            if isinstance(token, bool) or not isinstance(token, int | None):
+                raise ModelError(f"{name}: eos_token_id={value!r}: {token!r} is no token id; write a number or a list")
+            given += [] if token is None else [token]
+    ids = dict.fromkeys(token for token in given if 0 <= token < vocab_size)
+    if given and not ids:
+        what = f"eos_token_id={given[0] if len(given) == 1 else given} is outside the vocabulary of {vocab_size}"
+        logger.warning("config.json: %s: no token ends an answer, only max_tokens and stops do", what)
     return tuple(ids)

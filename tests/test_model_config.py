@@ -247,6 +247,21 @@ def test_eos_comes_from_both_files(config: object, generation: dict[str, object]
     assert load(generation, eos_token_id=config).eos_token_ids == ids
 
 
+@pytest.mark.parametrize("value", ["2", ["2"], 2.0, True, [2, None, {}]])
+def test_eos_that_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ModelError, match=r"^config.json: eos_token_id=.* is no token id"):
+        load(eos_token_id=value)
+    with pytest.raises(ModelError, match=r"^generation_config.json: eos_token_id="):
+        load({"eos_token_id": value})
+
+
+def test_eos_outside_the_vocabulary_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert load(eos_token_id=[2, -1]).eos_token_ids == (2,)
+    assert not caplog.records
+    assert load(eos_token_id=-1).eos_token_ids == ()
+    assert "eos_token_id=-1 is outside the vocabulary" in caplog.text
+
+
 def test_dtype_in_old_and_new_names() -> None:
     assert load(torch_dtype="bfloat16").dtype == "bfloat16"
     assert load(dtype="float16", torch_dtype="bfloat16").dtype == "float16"

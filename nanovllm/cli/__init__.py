@@ -25,6 +25,7 @@ from nanovllm.cli.serve import serve
 from nanovllm.cli.stream import InOrder, SpeedMeter, encode, note, run_requests
 from nanovllm.cli.trace import check_trace, trace
 from nanovllm.config import EngineConfig
+from nanovllm.engine.interrupts import import_torch
 from nanovllm.errors import ModelError, NanoVLLMError, RequestError
 from nanovllm.memory.options import PlanOptions
 from nanovllm.outputs import RequestOutput
@@ -239,6 +240,7 @@ def load(config: EngineConfig) -> LLMEngine:
     started = time.monotonic()
     if sys.stderr.isatty():
         note(f"loading {config.model} ...")
+    import_torch()
     from nanovllm.engine.llm_engine import LLMEngine
 
     engine = LLMEngine(config)

@@ -22,6 +22,7 @@ from nanovllm.bench.serve import Load
 from nanovllm.bench.workload import Lengths, WorkloadShape
 from nanovllm.cli.options import OptionGroup, with_options
 from nanovllm.config import EngineConfig
+from nanovllm.engine.interrupts import import_torch
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -48,6 +49,7 @@ class Outcome:
         report.check_plot(self.plot)
 
     def use_threads(self) -> None:
+        import_torch()
         import torch
 
         if self.threads:

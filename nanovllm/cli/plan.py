@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.options import ENGINE, OptionGroup
 from nanovllm.config import EngineConfig
+from nanovllm.engine.interrupts import import_torch
 from nanovllm.memory.budget import GIB, gib
 from nanovllm.memory.estimate import Estimate, find_topology
 from nanovllm.memory.facts import ModelFacts
@@ -78,6 +79,7 @@ def make_estimate(options: PlanOptions) -> Estimate:
 
 
 def read_facts(config: EngineConfig) -> ModelFacts:
+    import_torch()
     import torch
 
     from nanovllm.engine.defaults import resolve_max_model_len

@@ -13,6 +13,7 @@ from nanovllm.cli.options import ENGINE, OptionGroup, is_given, with_options
 from nanovllm.cli.stream import note
 from nanovllm.cli.trace import check_trace
 from nanovllm.config import EngineConfig
+from nanovllm.engine.interrupts import ctrl_c_leaves, import_torch
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
 
@@ -92,6 +93,8 @@ def serve(
 
         serve_replicas(config, options, replicas, note)
         return
-    from nanovllm.server.run import serve as run
+    import_torch()
+    with ctrl_c_leaves():
+        from nanovllm.server.run import serve as run
 
     run(config, options, note)

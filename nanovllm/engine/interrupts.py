@@ -1,8 +1,10 @@
-"""Ctrl-C between two steps instead of inside one."""
+"""Ctrl-C between two steps instead of inside one, and while modules are imported."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -50,3 +52,25 @@ def ctrl_c() -> Iterator[CtrlC]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if handler.pressed:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ctrl_c_leaves() -> Iterator[None]:
+    """Inside this block, where a command imports modules, Ctrl-C ends the process. As an exception it would leave a
+    traceback, or half a module, or nothing at all: torch goes on without NumPy if that cannot be imported, whatever the
+    reason was."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def import_torch() -> None:
+    """The first import of it in a command."""
+    with ctrl_c_leaves():
+        importlib.import_module("torch")

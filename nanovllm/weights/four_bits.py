@@ -316,6 +316,8 @@ class FourBitWeight:
             zero = (zero_point + MIDDLE).to(torch.uint8)
         else:
             zero = unpack_rows(zero_point)
+        if self._config.symmetric and bool((zero[: scale.shape[0]] != MIDDLE).any()):
+            raise self._error("weight_zero_point", "is not 0, but config.json says that weights are symmetric", AGAIN)
         return unpack_columns(found["weight_packed"]), scale, zero
 
     @cached_property

@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ import pytest
 
 import nanovllm
 from nanovllm import LLM, EngineDeadError, SamplingParams
+from nanovllm.engine.interrupts import ctrl_c_leaves
 from nanovllm.scheduling.plan import StepPlan
 from tests.tiny_models import NEW_TOKENS, TinyModel
 
@@ -315,3 +317,35 @@ def test_closing_from_another_thread(make_llm: MakeLLM, llama: TinyModel) -> Non
     assert isinstance(error, EngineDeadError)
     assert "closed while this request ran" in str(error)
     assert list(error.finished) == [0]
+
+
+IMPORTING = """
+import os, signal, time
+from nanovllm.engine.interrupts import ctrl_c_leaves
+with ctrl_c_leaves():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    except BaseException:
+        pass  # as torch does with an import of NumPy that fails
+print("swallowed")
+"""
+
+
+def test_ctrl_c_while_modules_are_imported_ends_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_handler_of_the_caller_stays_while_modules_are_imported() -> None:
+    def own(*_: object) -> None:
+        pass
+
+    for handler in (own, signal.default_int_handler):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            with ctrl_c_leaves():
+                assert (signal.getsignal(signal.SIGINT) is own) == (handler is own)
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -328,6 +329,17 @@ def test_zero_points_in_bytes(tmp_path: Path) -> None:
     parts["weight_zero_point"] = torch.full((10, 2), 3 - 8, dtype=torch.int8)
     path = write_weight(tmp_path, compressed(8, False), {f"x.{part}": tensor for part, tensor in parts.items()})
     assert torch.equal(SafetensorsFolder(path).read("x.weight"), n.exact)
+
+
+@pytest.mark.parametrize(("zero", "error"), [(8, None), (7, "weight_zero_point is not 0, but config.json says")])
+def test_zero_points_of_symmetric_weights(zero: int, error: str | None, tmp_path: Path) -> None:
+    """Some tools write them; then they must say the same."""
+    n = Numbers(np.arange(160).reshape(10, 16) % 16, np.full((10, 2), zero), torch.rand(10, 2), np.arange(16) // 8)
+    path = write_weight(
+        tmp_path, compressed(8, True), {f"x.{part}": tensor for part, tensor in as_compressed(n).items()}
+    )
+    with pytest.raises(ModelError, match=error) if error else contextlib.nullcontext():
+        assert torch.equal(SafetensorsFolder(path).read("x.weight"), n.exact)
 
 
 def test_modules_that_are_not_converted_stay_plain(

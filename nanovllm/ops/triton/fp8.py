@@ -22,7 +22,7 @@ Measured on an H200, Qwen3-8B, us, with a scale a row (and a block), alone; * is
     256     16.8 (17.6)      16.1 (16.9)      49.8 (52.1)      38.0 (41.4)
     2,048     85 (  90)        60 (  63)       312 ( 335)       166 ( 178)
 
-`weight_only_linear` is no faster than 16 bits with twice the bytes (8 rows: 16, 10, 52 and 26 us, `matmul.py`), and in a
+`weight_only_linear` is no faster than 16 bits of twice the bytes (8 rows: 16, 10, 52 and 26 us, `matmul.py`), and in a
 step it costs more than alone: with scales of rows a step of 8 rows takes 4.82 ms with it and 3.54 ms with x
 quantised, one of 32 rows 5.32 and 4.02.
 
