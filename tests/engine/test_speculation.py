@@ -257,7 +257,7 @@ def test_eos_inside_guesses(make_llm: MakeLLM, llama: TinyModel) -> None:
         ({"method": "ngram", "model": "x"}, "give both or neither"),
         ({"method": "draft_model", "model": ""}, "give a folder"),
         ({"num_speculative_tokens": 3}, "has no method"),
-        ({"method": None}, r"speculative_config=\{'method': None\}: has no method"),
+        ({"method": None}, "speculative_config={'method': None}: has no method"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "in [1, 16]"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "lower the former"),
         ({"method": "ngram", "depth": 2}, "'depth' is unknown; possible: method"),
