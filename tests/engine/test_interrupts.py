@@ -322,6 +322,7 @@ def test_closing_from_another_thread(make_llm: MakeLLM, llama: TinyModel) -> Non
 IMPORTING = """
 import os, signal, time
 from nanovllm.engine.interrupts import ctrl_c_leaves
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
 with ctrl_c_leaves():
     try:
         os.kill(os.getpid(), signal.SIGINT)
