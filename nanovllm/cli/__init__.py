@@ -139,6 +139,7 @@ def info(
     """Show hardware, versions, and what a model needs.
 
     Attention backends too, with reasons. Loads and downloads nothing; exit code 2: the model is not on disk."""
+    import_torch()
     from nanovllm.cli import facts as page
 
     facts = page.collect(config)

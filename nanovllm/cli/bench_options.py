@@ -59,6 +59,7 @@ class Outcome:
     @contextlib.contextmanager
     def engine(self, config: EngineConfig, tokenizer: bool = False) -> Iterator[LLMEngine]:
         """Prompts of benchmarks are token ids: a tokenizer is loaded only where a grammar needs the tokens' texts."""
+        import_torch()
         from nanovllm.bench.throughput import engine_facts
         from nanovllm.engine.llm_engine import LLMEngine
 

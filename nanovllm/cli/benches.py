@@ -21,6 +21,7 @@ from nanovllm.cli.bench_options import LOAD, MOE, REQUESTS, TRACE, MoeOptions, O
 from nanovllm.cli.bench_options import bench as bench
 from nanovllm.cli.options import ENGINE
 from nanovllm.config import DEVICES, EngineConfig
+from nanovllm.engine.interrupts import import_torch
 from nanovllm.errors import ConfigError
 
 
@@ -43,6 +44,7 @@ def throughput(
     """Tokens per second of many requests at once."""
     if compare not in (None, "hf", "llamacpp"):
         raise ConfigError(f"--compare {compare!r}: must be hf or llamacpp")
+    import_torch()
     from nanovllm.bench import compare_hf, compare_llamacpp
     from nanovllm.bench.throughput import measure
 
@@ -93,6 +95,7 @@ def workloads(
     config: EngineConfig,
 ) -> None:
     """The named workloads of the tables, with their share of what the card could do at most."""
+    import_torch()
     from nanovllm.bench.named import measure_named, parse_workload
     from nanovllm.bench.throughput import warm_up
 
@@ -124,6 +127,7 @@ def crossover(
     config: EngineConfig,
 ) -> None:
     """Decode tokens per second of attention backends by batch size and length; OOM where a cell does not fit."""
+    import_torch()
     from nanovllm.bench import crossover as lab
 
     sweep = lab.LengthSweep.parse(backends, batch_sizes, input_lens)
@@ -149,6 +153,7 @@ def kernels(
     outcome: Outcome,
 ) -> None:
     """The attention kernels alone, against PyTorch's and against what this card can do. Needs a GPU."""
+    import_torch()
     from nanovllm.bench import kernels as lab
     from nanovllm.bench.workload import parse_counts
 
@@ -168,6 +173,7 @@ def moe(*, outcome: Outcome, options: MoeOptions, config: EngineConfig) -> None:
     Offload decodes one sequence for each --cached and each way to use the cache (none, lru, lfu, lfu + prefetch), so
     --expert-policy, --expert-prefetch, --expert-placement and --max-num-seqs are set here.
     """
+    import_torch()
     from nanovllm.bench import moe as lab
     from nanovllm.bench import moe_kernels
     from nanovllm.hardware.device import Device
@@ -323,6 +329,7 @@ def sampling(
     config: EngineConfig,
 ) -> None:
     """What filters, penalties, logprobs and grammars cost beside a temperature alone."""
+    import_torch()
     from nanovllm.bench.sampling import CASES, measure_case
     from nanovllm.bench.throughput import warm_up
 
@@ -397,6 +404,7 @@ def quality(
 
     In float32, with weights rounded to the nearest, without calibration. "+inputs" rounds the inputs of products too.
     """
+    import_torch()
     from nanovllm.bench import quality as lab
     from nanovllm.bench.quality_formats import find_formats
     from nanovllm.hardware.device import Device

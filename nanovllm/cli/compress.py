@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanovllm.cli.options import OptionGroup, with_options
+from nanovllm.engine.interrupts import import_torch
 from nanovllm.errors import ConfigError
 from nanovllm.lowrank.compress.options import DEFAULT_SVD_RANK, Options, Swept
 
@@ -76,6 +77,7 @@ def _compress(
     model_path: Path, calib_path: Path | None, output_dir: Path | None, options: Options, device: str
 ) -> None:
     _check_device(device)
+    import_torch()
     from nanovllm.lowrank.compress.distill import compress as run
 
     _show(run(model_path, calib_path, output_dir, options, device))
@@ -111,6 +113,7 @@ def calibrate(
 ) -> None:
     """Record what the experts of a model see."""
     _check_device(device)
+    import_torch()
     from nanovllm.lowrank.compress.calibrate import collect
     from nanovllm.lowrank.compress.text import Source
 
@@ -151,6 +154,7 @@ def report(
 ) -> None:
     """Measure a sweep of ranks: KL to the teacher, perplexity, agreement, errors of each expert, bytes, tok/s here."""
     _check_device(device)
+    import_torch()
     from nanovllm.bench import report as page
     from nanovllm.lowrank.compress.report import COLUMNS, LOGARITHMIC, sweep
 

@@ -69,6 +69,7 @@ def make_estimate(options: PlanOptions) -> Estimate:
     """Raises what the engine would for a wrong option or an unusable model."""
 
     def check_sizes(config: EngineConfig, model: ModelConfig) -> None:
+        import_torch()
         from nanovllm.ranks.several import check_sizes
 
         check_sizes(config, model)

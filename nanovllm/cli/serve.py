@@ -13,7 +13,7 @@ from nanovllm.cli.options import ENGINE, OptionGroup, is_given, with_options
 from nanovllm.cli.stream import note
 from nanovllm.cli.trace import check_trace
 from nanovllm.config import EngineConfig
-from nanovllm.engine.interrupts import ctrl_c_leaves, import_torch
+from nanovllm.engine.interrupts import import_torch
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
 
@@ -84,6 +84,7 @@ def serve(
     if options.api_key is None and os.environ.get(API_KEY):
         options = replace(options, api_key=os.environ[API_KEY])
     check_trace(options.trace)
+    import_torch()
     if replicas > 1:
         try:
             from nanovllm.server.replicas import serve_replicas
@@ -93,8 +94,6 @@ def serve(
 
         serve_replicas(config, options, replicas, note)
         return
-    import_torch()
-    with ctrl_c_leaves():
-        from nanovllm.server.run import serve as run
+    from nanovllm.server.run import serve as run
 
     run(config, options, note)

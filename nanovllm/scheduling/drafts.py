@@ -132,7 +132,7 @@ class _Size:
             # More rows make no step faster: if it was, the steps without guesses were slow, and are not measured again.
             return tokens_of(self.share or 0.0, length) / max(self.typical[length], without, 1e-9)
 
-        fastest = max(self.typical, key=speed)
+        fastest = max((length for length in self.times if length in self.typical), key=speed)
         self.best = fastest if speed(fastest) >= LEAST_GAIN * speed(0) else 0
 
 
@@ -146,7 +146,7 @@ class DraftLength:
 
     def rests(self, num_seqs: int, youngest: int) -> bool:
         """Nothing is to be guessed now, whatever there is room for. Mostly so where guesses do not pay, and cheap: a
-        plan of one step asks three times, and has a millisecond in all."""
+        plan of one step asks several times, and has a millisecond in all."""
         size = self._size(num_seqs)
         return size.is_known and not size.best and size.num_left <= 0 and not size.can_try(youngest)
 

@@ -317,7 +317,11 @@ class FourBitWeight:
         else:
             zero = unpack_rows(zero_point)
         if self._config.symmetric and bool((zero[: scale.shape[0]] != MIDDLE).any()):
-            raise self._error("weight_zero_point", "is not 0, but config.json says that weights are symmetric", AGAIN)
+            raise self._error(
+                "weight_zero_point",
+                "is not 0, but by config.json weights are symmetric (which is also the default)",
+                AGAIN,
+            )
         return unpack_columns(found["weight_packed"]), scale, zero
 
     @cached_property

@@ -153,6 +153,7 @@ VARIANTS = {
     "few blocks": {"num_kvcache_blocks": 12},
     "block 16": {"kvcache_block_size": 16},
 }
+LEAST = {"eager": 0.95, "decode_steps=1": 0.95, "small chunks": 0.95, "few blocks": 0.95, "block 16": 0.7}  # of tokens
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=1)
 TRAINED = ROOT / "tests/fixtures/tiny-mixtral"
 
@@ -196,21 +197,19 @@ def check_engine(family: str, dtype: str) -> None:
         ratio = facts["kv_blocks"] / plain["kv_blocks"]
         expected = 4 if dtype == "float32" else 2
         check(f"{family} {dtype}: times the blocks", abs(ratio / expected - 1) < 0.01, blocks=ratio, of=expected)
-        # Random weights have near-ties everywhere: this share is for people to read, and so are all in 16 bits.
+        # With random weights two tokens are often almost equally likely: this share is for people to read.
         check(f"{family} {dtype}: against a cache of {dtype}", apart < 2, tokens=share, logprob=apart)
         for label, options in VARIANTS.items():
             some, now = generate(folder, prompts, dtype=dtype, kv_cache_dtype="fp8", **options)
             share, apart = agreement(some, first)
-            enough = is_enough(share, dtype) and (label != "few blocks" or now["preemptions"] > 0)
+            # In 16 bits other rows in a step round otherwise, and random weights then often take another token.
+            least = 0.0 if dtype != "float32" and label in ("small chunks", "few blocks") else LEAST[label]
+            enough = share >= least and (label != "few blocks" or now["preemptions"] > 0)
             check(f"{family} {dtype} fp8: {label}", enough, tokens=share, logprob=apart, preempted=now["preemptions"])
         some, now = generate(folder, prompts, again=True, dtype=dtype, kv_cache_dtype="fp8")
         share, apart = agreement(some, first)
-        enough = is_enough(share, dtype) and now["cached"] > 500
+        enough = share > 0.95 and now["cached"] > 500
         check(f"{family} {dtype} fp8: prefix hits", enough, tokens=share, logprob=apart, cached=now["cached"])
-
-
-def is_enough(share: float, dtype: str) -> bool:
-    return share > 0.95 or dtype != "float32"
 
 
 @guarded

@@ -27,6 +27,7 @@ from nanovllm.ops.triton import decode_attention as decode
 from nanovllm.ops.triton import (
     decode_state,
     few_rows,
+    fp8,
     gemv,
     integers,
     integers_matmul,
@@ -319,7 +320,7 @@ def float_weight(outputs, size, block=0):
     return weight
 
 
-# The fourth is no multiple of a step of `weight_only_kernel`, the last two are not multiplied in 8 bits
+# The fourth is no multiple of a long step of `weight_only_kernel`, the last two are not multiplied in 8 bits
 FLOATS = ((1024, 4096), (1536, 4096, 128), (512, 12288), (1024, 7392), (512, 384, 128), (1000, 1016))
 FLOAT_ROWS = (1, 2, 3, 4, 8, 9, 16, 17, 32, 33, 41, 64, 65, 100, 128, 129, 256, 301)
 
@@ -339,6 +340,8 @@ def check_floats() -> float:
             again = [ops.linear(x, weight, bias) for _ in range(20)]
             assert all(torch.equal(other, found) for other in again), f"{form}, {rows} rows: two runs differ"
             errors.append(_error_of_parts(x, weight, bias, exact))
+            if 3 <= rows <= fp8.WEIGHT_ONLY_ROWS and k % fp8.SHORT_STEP == 0:
+                errors.append(_error_of_weight_only(x, weight, bias, exact))
         for rows in (1, 2, 3, 8):
             x, residual = rand(rows, k), rand(rows, n)
             normed = norm.rms_norm(x.float(), gain.float(), 1e-6) @ exact.T
@@ -346,6 +349,16 @@ def check_floats() -> float:
             errors.append(max_error(got, normed + residual.float(), BF16))
             got = gemv.gemv(x, weight, norm=(gain, 1e-6), gated=True)
             errors.append(max_error(got, activation.silu_mul(normed), BF16))
+    return max(errors)
+
+
+def _error_of_weight_only(x: torch.Tensor, weight: Any, bias: torch.Tensor, exact: torch.Tensor) -> float:
+    """The kernel of cards without products in 8 bits, converting as they do and as this card does."""
+    errors, units = [], fp8.FP8_UNITS
+    for dtype, fp8.FP8_UNITS in itertools.product((BF16, FP16), (units, (99, 0))):
+        expected = x.to(dtype).float() @ exact.T + bias.to(dtype).float()
+        errors.append(max_error(fp8.weight_only_linear(x.to(dtype), weight, bias.to(dtype)), expected, dtype))
+    fp8.FP8_UNITS = units
     return max(errors)
 
 

@@ -3,7 +3,7 @@ less. A kernel that is fast by itself may be slow in a step, where others run be
 
     python tests/gpu/step_times.py --model benchmarks/models/qwen3-0.6b --rows 1,8,64,256 --context 768 --parts
     python tests/gpu/step_times.py --model benchmarks/models/qwen3-8b --rows 128 --context 99..999 -- --quantization fp8
-    python tests/gpu/step_times.py --model benchmarks/models/qwen3-8b --set fp8.FEW_ROWS=2 -- --quantization fp8
+    python tests/gpu/step_times.py --model benchmarks/models/qwen3-8b-fp8 --set fp8.FEW_ROWS=2
 
 --whole: the same steps without products that the next kernel adds up (`Ops.faster`). --set: another value of a number
 in ops/triton. Both are for comparing what a rule chooses with what it does not.

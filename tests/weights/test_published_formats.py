@@ -331,7 +331,7 @@ def test_zero_points_in_bytes(tmp_path: Path) -> None:
     assert torch.equal(SafetensorsFolder(path).read("x.weight"), n.exact)
 
 
-@pytest.mark.parametrize(("zero", "error"), [(8, None), (7, "weight_zero_point is not 0, but config.json says")])
+@pytest.mark.parametrize(("zero", "error"), [(8, None), (7, "weight_zero_point is not 0, but by config.json")])
 def test_zero_points_of_symmetric_weights(zero: int, error: str | None, tmp_path: Path) -> None:
     """Some tools write them; then they must say the same."""
     n = Numbers(np.arange(160).reshape(10, 16) % 16, np.full((10, 2), zero), torch.rand(10, 2), np.arange(16) // 8)

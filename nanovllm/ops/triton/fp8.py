@@ -1,15 +1,15 @@
 """Products with a weight in 8-bit floats (twin and contract: `ops/fp8.py`), by the number of rows of x.
 
     1 and 2       `gemv.py` reads the weight, converts it in registers, and multiplies in fp32: x stays in 16 bits
-    to 128        x is quantised (one launch), then cuBLAS's product on the tensor cores, which knows one scale for a
-                  whole matrix; so it gets 1, and the scales of tokens and outputs are applied afterwards (one launch)
+    3 to 128      scales of rows, bfloat16: x is quantised (one launch), then cuBLAS's product on the tensor cores,
+                  which knows one scale for a whole matrix; so it gets 1, and the scales of tokens and outputs are
+                  applied afterwards (one launch)
+    3 to 32       scales of blocks, or float16: the weight is converted in registers for the tensor cores of 16 bits
+                  (`weight_only_linear`), and x is not rounded
     more          x is quantised, then a product that applies the scales itself (CUTLASS)
-    3 to 128      where none of these holds: the weight is converted in registers for the tensor cores of 16 bits
-                  (`weight_only_linear`), and x is not rounded. sm_80 to 88 have no tensor cores for 8 bits, PyTorch has
-                  a product with scales of blocks on Hopper only. With these, and in float16, it is faster than
-                  CUTLASS's product up to 32 rows
-    other cases   (Turing, more rows before sm_89, scales of blocks but on Hopper, odd sizes, float32) the weight is
-                  expanded piece by piece, then cuBLAS
+    elsewhere     sm_80 to 88 have no tensor cores for 8 bits, and PyTorch has a product with scales of blocks on Hopper
+                  only. There 3 to 128 rows are those of `weight_only_linear`, and for more (on Turing for all from 3
+                  on, for odd sizes, for float32) the weight is expanded piece by piece, then cuBLAS
 
 Measured on an H200, Qwen3-8B, us, with a scale a row (and a block), alone; * is `weight_only_linear`:
 
@@ -22,9 +22,10 @@ Measured on an H200, Qwen3-8B, us, with a scale a row (and a block), alone; * is
     256     16.8 (17.6)      16.1 (16.9)      49.8 (52.1)      38.0 (41.4)
     2,048     85 (  90)        60 (  63)       312 ( 335)       166 ( 178)
 
-`weight_only_linear` is no faster than 16 bits of twice the bytes (8 rows: 16, 10, 52 and 26 us, `matmul.py`), and in a
-step it costs more than alone: with scales of rows a step of 8 rows takes 4.82 ms with it and 3.54 ms with x
-quantised, one of 32 rows 5.32 and 4.02.
+`weight_only_linear` is hardly faster than 16 bits of twice the bytes (8 rows: 16, 10, 52 and 26 us, `matmul.py`), and
+costs more in a step than alone: with scales of rows a step of 8 rows takes 4.82 ms with it and 3.54 ms with x
+quantised, one of 32 rows 5.32 and 4.02. With scales of blocks a layer's four products take 98 us with it at 8 rows and
+107 at 32, CUTLASS's take 113 at 64; steps, and float16, were not measured.
 
 At 64 rows the product that applies the scales itself takes 14.3 us for the first shape and 14.0 for the second, without
 scales 10.3 and 7.9, which is why these are applied afterwards there. Sums of products of 8-bit floats reach
@@ -285,7 +286,7 @@ def reads_weight_alone(x: torch.Tensor, weight: Any) -> bool:
 
 
 def linear_in_parts(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """None: `scaled_linear` is as fast."""
+    """None: `scaled_linear` multiplies these in another way."""
     return weight_only_linear(x, weight, bias, in_parts=True) if reads_weight_alone(x, weight) else None
 
 
