@@ -409,17 +409,17 @@ def _sliding_window(config: Mapping[str, Any], num_layers: int) -> tuple[int | N
 def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Those of generation_config come first: chat models end a turn with another token than a document. Ids outside the
     vocabulary are dropped: they can never be sampled."""
-    given: list[int] = []
-    where: list[str] = []
+    given: dict[int, str] = {}  # -> the file
     for name, source in (("generation_config.json", generation_config), ("config.json", config)):
         value = source.get("eos_token_id")
         for token in value if isinstance(value, list) else [value]:
             if isinstance(token, bool) or not isinstance(token, int | None):
                 raise ModelError(f"{name}: eos_token_id={value!r}: {token!r} is no token id; write a number or a list")
             if token is not None:
-                given, where = [*given, token], [*where, name]
-    ids = dict.fromkeys(token for token in given if 0 <= token < vocab_size)
+                given.setdefault(token, name)
+    ids = tuple(token for token in given if 0 <= token < vocab_size)
     if given and not ids:
-        what = f"eos_token_id={given[0] if len(given) == 1 else given} is outside the vocabulary of {vocab_size}"
-        logger.warning("%s: %s: no token ends an answer, only max_tokens and stops do", where[0], what)
-    return tuple(ids)
+        token, name = next(iter(given.items()))
+        what = f"eos_token_id={token} is outside the vocabulary of {vocab_size}"
+        logger.warning("%s: %s: no token ends an answer, only max_tokens and stops do", name, what)
+    return ids
